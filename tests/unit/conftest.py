@@ -1,0 +1,81 @@
+"""Small tokenizers trained here, so that text and sampling are tested without a model."""
+
+from __future__ import annotations
+
+import pytest
+from pagefleet.runtime.text.tokenizer import Tokenizer
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. Hey there, how are you today?",
+    "안녕하세요 세계. 한국어 문장을 토큰으로 나눕니다.",
+    "Emoji: 🌶 👩‍👩‍👧 🙂 and accents: café, naïve, Zürich.",
+    '{"name": "Ada", "age": 36, "tags": ["x", "y"], "ok": true, "none": null}',
+    "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n",
+] * 20
+
+CHATML = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('a system message comes first') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def _wrapped(backend: Backend, bos: str, eos: str) -> PreTrainedTokenizerFast:
+    specials = [bos, eos, "<|im_start|>", "<|im_end|>"]
+    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+    )
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
+    hf.chat_template = CHATML
+    return hf
+
+
+def _byte_level() -> PreTrainedTokenizerFast:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return _wrapped(backend, "<|begin|>", "<|end|>")
+
+
+def _byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2 and Gemma: pieces with U+2581 for spaces, bytes for what no piece covers."""
+    trained = Backend(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.train_from_iterator(
+        [line for line in CORPUS if line.isascii()], trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    )
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + sorted(trained.get_vocab(), key=trained.get_vocab().get)
+    vocab = {"<unk>": 0} | {piece: i for i, piece in enumerate(pieces, start=1)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _wrapped(backend, "<s>", "</s>")
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> Tokenizer:
+    """A byte-level BPE (as GPT-2, Llama 3, SmolLM), with BOS and a ChatML template that refuses late system messages."""
+    return Tokenizer(_byte_level())
+
+
+@pytest.fixture(scope="session")
+def byte_fallback() -> Tokenizer:
+    """A tokenizer whose decoder has byte fallback and strips the first space (as Llama 2, Gemma)."""
+    return Tokenizer(_byte_fallback())
+
+
+@pytest.fixture(params=["byte_level", "byte_fallback"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """Each of the two kinds."""
+    return request.getfixturevalue(request.param)
