@@ -1,9 +1,76 @@
-"""The schema of `conf/`: dataclasses that check themselves. Imports no torch, so a wrong value is known at once."""
+"""The schema of `conf/`: dataclasses that check themselves. Imports no torch, so a wrong value is known at once.
+
+`runtime/compose.py` turns command-line overrides into a `Config`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import difflib
+import importlib.util
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
+
+from pagefleet.runtime.errors import ConfigError
+from pagefleet.runtime.sampling_params import SamplingParams
+from pagefleet.runtime.sizes import parse_size
+
+COMMANDS = ("batch", "plan", "doctor", "bench")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+LATER_PRECISIONS = ("w8a8", "w8a16", "w4a16", "fp8")
+CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16")
+LATER_CACHE_DTYPES = ("int8", "fp8", "fp8_e4m3", "fp8_e5m2", "int4")
+DECLARED_BACKENDS = ("cpu", "cuda", "onnx", "reference", "rocm")
+MAX_BLOCK_SIZE = 256
+
+
+def installed_backends() -> tuple[str, ...]:
+    """Backends whose code is here, found without importing them: folders of `pagefleet.backends` and entry points."""
+    spec = importlib.util.find_spec("pagefleet.backends")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    names = {init.parent.name for folder in folders for init in Path(folder).glob("*/__init__.py")}
+    return tuple(sorted(names | {entry.name for entry in entry_points(group="pagefleet.backends")}))
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for a close match, else nothing."""
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_choice(key: str, value: Any, allowed: Iterable[str], later: Iterable[str] = ()) -> None:
+    """Raise ConfigError unless `value` is allowed; names in `later` are known, but not in this version."""
+    allowed, later = list(allowed), list(later)
+    if value in allowed:
+        return
+    available = ", ".join(allowed)
+    if value in later:
+        raise ConfigError(f"{key}={value}: not available in this version; available: {available}")
+    raise ConfigError(f"{key}: expected one of {available}; got {value!r}{suggestion(value, allowed + later)}")
+
+
+def check_int(key: str, value: Any, low: int, high: int | None = None, optional: bool = False) -> None:
+    """Raise ConfigError unless `value` is an integer from `low` to `high` (or None, if optional)."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        span = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+        raise ConfigError(f"{key}: expected {span}{' or null' if optional else ''}, got {value!r}")
+
+
+def check_real(key: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    """Raise ConfigError unless `value` is a finite number in [low, high], or (low, high] with `open_low`."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value > high or value < low or (open_low and value == low):
+        raise ConfigError(f"{key}: expected a number in {'(' if open_low else '['}{low}, {high}], got {value!r}")
+
+
+def _not_yet(key: str, value: Any) -> None:
+    if value is not None:
+        raise ConfigError(f"{key}={value}: not available in this version; available: null")
 
 
 @dataclass
@@ -16,6 +83,16 @@ class ModelConfig:
     max_len: int | None = None
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        check_int("model.max_len", self.max_len, low=1, optional=True)
+
+
+@dataclass
+class HardwareConfig:
+    """The hardware target whose values were taken; a label, the values are in the other sections."""
+
+    name: str = "auto"
+
 
 @dataclass
 class BackendConfig:
@@ -25,6 +102,11 @@ class BackendConfig:
     threads: int | None = None
     attention: str = "auto"
 
+    def __post_init__(self) -> None:
+        if self.name not in ("auto", *DECLARED_BACKENDS):  # look at the disk only when needed
+            check_choice("backend", self.name, ("auto", *sorted({*DECLARED_BACKENDS, *installed_backends()})))
+        check_int("backend.threads", self.threads, low=1, high=4096, optional=True)
+
 
 @dataclass
 class PrecisionConfig:
@@ -32,6 +114,9 @@ class PrecisionConfig:
 
     name: str = "auto"
     exact: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("precision", self.name, PRECISIONS, LATER_PRECISIONS)
 
 
 @dataclass
@@ -47,6 +132,22 @@ class CacheConfig:
     quant_group_size: int | None = None
     window: int | None = None
     sink_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        check_choice("cache.dtype", self.dtype, CACHE_DTYPES, LATER_CACHE_DTYPES)
+        check_int("cache.block_size", self.block_size, low=1, high=MAX_BLOCK_SIZE)
+        if self.memory is not None:
+            parse_size(self.memory, "cache.memory")
+        check_real("cache.memory_fraction", self.memory_fraction, 0.0, 1.0, open_low=True)
+        check_int("cache.num_blocks", self.num_blocks, low=2, optional=True)  # one of them is the null block
+        _not_yet("cache.quant_group_size", self.quant_group_size)
+        _not_yet("cache.window", self.window)
+        check_int("cache.sink_tokens", self.sink_tokens, low=0)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory` in bytes."""
+        return None if self.memory is None else parse_size(self.memory, "cache.memory")
 
 
 @dataclass
@@ -71,6 +172,20 @@ class SchedulerConfig:
     max_skips: int = 64
     reserve_ratio: float = 0.3
 
+    def __post_init__(self) -> None:
+        check_int("scheduler.max_batched_tokens", self.max_batched_tokens, low=1)
+        check_int("scheduler.max_sequences", self.max_sequences, low=1)
+        check_int("scheduler.long_prefill_tokens", self.long_prefill_tokens, low=1, optional=True)
+        check_real("scheduler.batch_timeout_ms", self.batch_timeout_ms, 0.0, 60_000.0)
+        check_int("scheduler.length_bucket", self.length_bucket, low=0)
+        check_int("scheduler.max_skips", self.max_skips, low=0)
+        check_real("scheduler.reserve_ratio", self.reserve_ratio, 0.0, 1.0)
+        if self.max_sequences > self.max_batched_tokens:
+            raise ConfigError(
+                f"scheduler.max_sequences: expected at most scheduler.max_batched_tokens={self.max_batched_tokens} "
+                f"(a running sequence takes a token a step), got {self.max_sequences}"
+            )
+
 
 @dataclass
 class JobConfig:
@@ -84,15 +199,120 @@ class JobConfig:
     progress: str = "auto"
     defaults: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_choice("job.on_mismatch", self.on_mismatch, ("refuse", "restart"))
+        check_real("job.fsync_interval_s", self.fsync_interval_s, 0.0, 3600.0)
+        check_int("job.max_in_flight", self.max_in_flight, low=1)
+        check_choice("job.progress", self.progress, ("auto", "live", "plain", "none"))
+        _check_sampling_defaults(self.defaults)
+
+
+def _check_sampling_defaults(defaults: Mapping[str, Any]) -> None:
+    known = [f.name for f in fields(SamplingParams) if f.name != "structured"]
+    for name in defaults:
+        if name not in known:
+            raise ConfigError(
+                f"job.defaults.{name}: not a sampling parameter; allowed: {', '.join(known)}{suggestion(name, known)}"
+            )
+    try:
+        SamplingParams(**defaults)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"job.defaults.{error}") from error
+
+
+@dataclass
+class PlanConfig:
+    """`pagefleet plan`: `memory` is a size to plan for; None: what this process may use."""
+
+    json: bool = False
+    memory: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            parse_size(self.memory, "plan.memory")
+
+
+@dataclass
+class DoctorConfig:
+    """`pagefleet doctor`."""
+
+    json: bool = False
+
+
+@dataclass
+class BenchConfig:
+    """`pagefleet bench`: random prompts; lengths in tokens."""
+
+    num_prompts: int = 32
+    input_len: int = 128
+    input_len_spread: float = 0.5
+    output_len: int = 64
+    shared_prefix_len: int = 0
+    warmup: int = 1
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("bench.num_prompts", self.num_prompts, low=1)
+        check_int("bench.input_len", self.input_len, low=1)
+        check_real("bench.input_len_spread", self.input_len_spread, 0.0, 1.0)
+        check_int("bench.output_len", self.output_len, low=1)
+        check_int("bench.shared_prefix_len", self.shared_prefix_len, low=0)
+        check_int("bench.warmup", self.warmup, low=0)
+
 
 @dataclass
 class Config:
     """Everything. `seed` makes sampling repeatable."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     job: JobConfig = field(default_factory=JobConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("seed", self.seed, low=-(2**63), high=2**63 - 1)
+
+
+def check_ready(config: Config, command: str) -> None:
+    """What `command` needs beyond valid values: a model, files, a backend whose code is here.
+
+    Raises:
+        ConfigError: something is missing; nothing has been loaded yet.
+    """
+    check_choice("command", command, COMMANDS)
+    if command == "doctor":
+        return
+    needed = {"model.path": config.model.path}
+    if command == "batch":
+        needed |= {"job.input": config.job.input, "job.output": config.job.output}
+    missing = [key for key, value in needed.items() if not value]
+    if missing:
+        example = " ".join(f"{key}=..." for key in missing)
+        raise ConfigError(
+            f"pagefleet {command} needs {', '.join(missing)}: add {example} (see pagefleet {command} --help)"
+        )
+    present = installed_backends()
+    if config.backend.name not in ("auto", *present):
+        check_choice("backend", config.backend.name, ("auto", *present), later=DECLARED_BACKENDS)
+
+
+def result_shaping(config: Config) -> dict[str, Any]:
+    """What decides the tokens of a job's results; the job's fingerprint is made of it. Plain JSON values."""
+    return {
+        "model.path": config.model.path,
+        "model.revision": config.model.revision,
+        "model.tokenizer": config.model.tokenizer,
+        "model.max_len": config.model.max_len,
+        "precision": config.precision.name,
+        "precision.exact": config.precision.exact,
+        "cache.dtype": config.cache.dtype,
+        "seed": config.seed,
+        "job.defaults": dict(config.job.defaults),
+    }

@@ -1,0 +1,153 @@
+"""`pagefleet batch|plan|doctor|bench`: the first word picks the primary configuration, the rest is Hydra's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from pagefleet.runtime.compose import config_errors, explain, keep_text, register_resolvers, to_config
+from pagefleet.runtime.config import COMMANDS, Config, check_ready, suggestion
+from pagefleet.runtime.errors import ConfigError, PagefleetError
+
+log = logging.getLogger(__name__)
+
+OK, FAILED, REFUSED, SOME_ROWS, INTERRUPTED = 0, 1, 2, 3, 130
+_SEVERITY = (OK, SOME_ROWS, REFUSED, FAILED)
+
+USAGE = """usage: pagefleet COMMAND [group=option] [key=value] [Hydra flags]
+
+commands:
+  batch    run every row of a file through a model; resumes if it was killed
+  plan     what memory a model needs and how many tokens fit, before loading it
+  doctor   which backends are available here, and why (not)
+  bench    measure throughput and latency on random prompts
+
+pagefleet COMMAND --help lists its groups, keys and flags."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 done, 3 some rows are errors, 2 refused, 130 interrupted, 1 the rest)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        print(USAGE, file=sys.stderr)
+        return REFUSED
+    command, *rest = arguments
+    if command in ("-h", "--help", "help"):
+        print(USAGE)
+        return OK
+    if command == "--version":
+        print(f"pagefleet {_version()}")
+        return OK
+    if command not in COMMANDS:
+        return _refuse(f"no command {command!r}; expected one of {', '.join(COMMANDS)}{suggestion(command, COMMANDS)}")
+    return _run_hydra(command, rest)
+
+
+def _run_hydra(command: str, rest: list[str]) -> int:
+    codes: list[int] = []
+
+    def task(composed: DictConfig) -> None:
+        code = run_command(command, composed)
+        codes.append(code)
+        if code == INTERRUPTED:  # a sweep stops here
+            raise SystemExit(INTERRUPTED)
+
+    register_resolvers()
+    try:
+        with _hydra_environment([f"pagefleet {command}", *keep_text(rest)]), config_errors(command):
+            hydra.main(config_path="pkg://pagefleet.conf", config_name=command, version_base="1.3")(task)()
+    except ConfigError as error:
+        return _refuse(str(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        return _refuse(str(explain(error, command)))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else FAILED if stop.code else OK
+    return worst(codes)
+
+
+def run_command(command: str, composed: DictConfig) -> int:
+    """Check one composed configuration and run the command with it; errors become messages and exit codes."""
+    try:
+        config = to_config(composed, command)
+        check_ready(config, command)
+        return _command(command)(config)
+    except ConfigError as error:
+        return _refuse(str(error))
+    except PagefleetError as error:  # a model or a job refused before it started
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if type(error).__name__ == "BackendError":  # importing its class would import torch
+            return _refuse(str(error))
+        log.exception("pagefleet %s failed", command)
+        return FAILED
+
+
+def worst(codes: Sequence[int]) -> int:
+    """The exit code of a sweep: the most severe of its jobs' codes."""
+    return max(codes, key=lambda code: _SEVERITY.index(code) if code in _SEVERITY else len(_SEVERITY), default=OK)
+
+
+def _command(command: str) -> Callable[[Config], int]:
+    """Imported when it is known that the configuration is right: most of them load torch."""
+    if command == "batch":
+        return _batch
+    if command == "plan":
+        from pagefleet.runtime.plan_command import run_plan
+
+        return run_plan
+    if command == "doctor":
+        from pagefleet.runtime.doctor import run_doctor
+
+        return run_doctor
+    from pagefleet.runtime.bench import run_bench
+
+    return run_bench
+
+
+def _batch(config: Config) -> int:
+    from pagefleet.runtime.job.batch_job import run_job
+    from pagefleet.runtime.llm import LLM
+
+    return run_job(config, lambda: LLM.from_config(config))
+
+
+@contextmanager
+def _hydra_environment(argv: list[str]) -> Iterator[None]:
+    """Hydra reads sys.argv, and prints errors itself unless HYDRA_FULL_ERROR is set; we print them."""
+    saved_argv, saved_full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, "1"
+    try:
+        yield
+    finally:
+        sys.argv = saved_argv
+        if saved_full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = saved_full
+
+
+def _refuse(message: str) -> int:
+    print(f"pagefleet: {message}", file=sys.stderr)
+    return REFUSED
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("pagefleet")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
