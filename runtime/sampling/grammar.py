@@ -106,7 +106,8 @@ class GrammarFactory:
     def _compile(self, text: str) -> Grammar:
         if self._vocabulary is None:  # about a second for large vocabularies
             self._vocabulary = _vocabulary(self._tokenizer, self._eos)
-        matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0)
+        limits = llguidance.LLParserLimits(verbose_errors=False)  # verbose ones print the parser's state
+        matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(ErrorCode.GRAMMAR, f"structured output: {matcher.get_error()}")
         return Grammar(matcher)
@@ -120,16 +121,18 @@ def _vocabulary(tokenizer: Tokenizer, eos: list[int]) -> llguidance.LLTokenizer:
 
 
 def _grammar_text(structured: StructuredOutput) -> str:
-    if structured.regex is not None:
-        return llguidance.LLMatcher.grammar_from_regex(structured.regex)
-    if structured.choice is not None:
-        alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in structured.choice)
-        return llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}")
-    schema = structured.json_schema
     try:
+        if structured.regex is not None:
+            return llguidance.LLMatcher.grammar_from_regex(structured.regex)
+        if structured.choice is not None:
+            alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in structured.choice)
+            return llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}")
+        schema = structured.json_schema
         schema = json.loads(schema) if isinstance(schema, str) else dict(schema or {})
         return llguidance.LLMatcher.grammar_from_json_schema(
             json.dumps(schema), defaults={"whitespace_pattern": _JSON_WHITESPACE}
         )
+    except UnicodeEncodeError as error:
+        raise RequestError(ErrorCode.GRAMMAR, f"structured output: lone surrogate in its text: {error}") from error
     except (ValueError, TypeError) as error:
         raise RequestError(ErrorCode.GRAMMAR, f"json_schema: expected a JSON schema: {error}") from error

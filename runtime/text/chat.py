@@ -89,6 +89,10 @@ def _checked_message(message: object, name: str) -> dict[str, Any]:
     clean = dict(message)
     calls = message.get("tool_calls")
     if calls:
+        if not isinstance(calls, list):
+            raise RequestError(
+                ErrorCode.INVALID_TYPE, f"{name}.tool_calls: expected a list, got {type(calls).__name__}"
+            )
         clean["tool_calls"] = [_checked_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(calls)]
     if message.get("content") is None and calls:
         clean["content"] = ""

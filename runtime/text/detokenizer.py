@@ -12,7 +12,6 @@ next byte token changes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from pagefleet.runtime.text.tokenizer import Tokenizer
@@ -68,7 +67,7 @@ class Detokenizer:
 
     @property
     def emitted(self) -> str:
-        """The part of `text` that is final and holds no part of a stop string that may still complete: safe to stream."""
+        """The part of `text` that is safe to stream: final, and without any part of a stop string."""
         if self._ended:
             return self._final
         held = 0 if self._include_stop else self._longest_stop - 1
@@ -135,8 +134,8 @@ class Detokenizer:
 
     def _cut(self, text: str, searched: int) -> None:
         """Look for a stop string that ends after the `searched` characters; cut there and end."""
-        start = max(0, searched - self._longest_stop + 1)
-        found = [(at, len(s), s) for s in self._stop if (at := text.find(s, max(start, searched - len(s) + 1))) >= 0]
+        starts = {s: text.find(s, max(0, searched - len(s) + 1)) for s in self._stop}
+        found = [(at, len(s), s) for s, at in starts.items() if at >= 0]
         if found:
             at, length, self._stopped = min(found)
             self._final, self._pending = text[: at + length if self._include_stop else at], ""
@@ -162,4 +161,7 @@ class Detokenizer:
 
 
 def _without_common_prefix(text: str, other: str) -> str:
-    return text[len(os.path.commonprefix((text, other))) :] if other else text
+    length = 0
+    while text[length : length + 1] == other[length : length + 1] != "":
+        length += 1
+    return text[length:]

@@ -90,7 +90,7 @@ class Tokenizer:
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
-        """Ids of byte-fallback tokens (`<0x0A>`), if the decoder has that step; their text depends on their neighbours."""
+        """Ids of byte-fallback tokens (`<0x0A>`), whose text depends on their neighbours; empty for most models."""
         decoder = json.loads(self.backend.to_str()).get("decoder") or {}
         steps = [decoder, *decoder.get("decoders", ())]
         if not any(step.get("type") == "ByteFallback" for step in steps):

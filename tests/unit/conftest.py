@@ -65,7 +65,7 @@ def _byte_fallback() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def byte_level() -> Tokenizer:
-    """A byte-level BPE (as GPT-2, Llama 3, SmolLM), with BOS and a ChatML template that refuses late system messages."""
+    """A byte-level BPE (as GPT-2, Llama 3), with BOS and a ChatML template that refuses late system messages."""
     return Tokenizer(_byte_level())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +15,11 @@ def full_text(tokenizer, prompt, output, skip_special_tokens=True):
     """The definition: what decoding everything adds to decoding the prompt."""
     before = tokenizer.decode(prompt, skip_special_tokens)
     everything = tokenizer.decode([*prompt, *output], skip_special_tokens)
-    return everything[len(os.path.commonprefix((before, everything))) :]
+    common = next(
+        (i for i, (a, b) in enumerate(zip(before, everything, strict=False)) if a != b),
+        min(len(before), len(everything)),
+    )
+    return everything[common:]
 
 
 def run(detokenizer, ids):
