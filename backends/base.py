@@ -15,6 +15,14 @@ from typing import Any, Protocol
 import torch
 
 
+class BackendError(Exception):
+    """A backend is unknown or unavailable, or a step failed in it."""
+
+
+class OutOfMemory(BackendError):
+    """The device could not hold what a step needed; the step is rolled back and the degrade plan asked."""
+
+
 @dataclass(frozen=True)
 class Availability:
     """Whether a backend can run here, and why (not)."""
@@ -137,8 +145,8 @@ class Backend(Protocol):
     def memory(self) -> MemoryInfo: ...
 
     def block_bytes(self, group: KVGroup) -> int:
-        """Bytes of one block with this backend's inner layout (a multiple of 128). Raises BackendError-like
-        ValueError for a dtype or head size it cannot keep."""
+        """Bytes of one block with this backend's inner layout (a multiple of 128). Raises
+        BackendError for a dtype or head size it cannot keep."""
         ...
 
     def allocate_pool(self, group: KVGroup, num_blocks: int) -> KVPool: ...

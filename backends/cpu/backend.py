@@ -1,0 +1,108 @@
+"""The CPU backend: gathered blocks and torch's attention, prepacked products, a fixed-tile exact mode."""
+
+from __future__ import annotations
+
+import torch
+from pagefleet.kernels import reference
+
+from ..base import (
+    AttentionArgs,
+    AttentionBatch,
+    BackendError,
+    BackendOptions,
+    Capabilities,
+    KVGroup,
+    KVPool,
+    MemoryInfo,
+)
+from ..exact import make_exact
+from ..pool import BlockPool, allocate_pool, out_of_memory_as_error, padded_block_bytes
+from . import host
+from .attention import Scratch, attention
+from .exact_attention import exact_attention
+from .linear import LinearPacker, can_pack, pack_linears
+from .plan import CpuPlan, make_plan
+
+
+class CpuBackend:
+    """One process on the cores it may use."""
+
+    def __init__(self, options: BackendOptions) -> None:
+        usable = host.usable_threads()
+        threads = options.threads if options.threads is not None else usable
+        if threads < 1:
+            raise BackendError(f"backend.threads must be at least 1, not {threads}; leave it unset for {usable}")
+        torch.set_num_threads(threads)
+        self.exact = options.exact
+        self._scratch = Scratch()
+
+    def capabilities(self) -> Capabilities:
+        """What it can do here. bf16 comes first only where the processor multiplies it faster than fp32."""
+        dtypes = ("bf16", "fp32", "fp16") if host.has_fast_bf16() else ("fp32", "bf16", "fp16")
+        packed = [name for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)) if can_pack(dtype)]
+        linear = f"oneDNN prepacked ({', '.join(packed)})" if packed else "torch"
+        return Capabilities(
+            name="cpu",
+            device="cpu",
+            isa=host.isa(),
+            compute_dtypes=dtypes,
+            kv_dtypes=("fp32", "bf16", "fp16"),
+            kernels={
+                "attention": "torch, fixed tiles" if self.exact else "torch, gathered blocks",
+                "write_kv": "torch",
+                "copy_blocks": "torch",
+                "linear": f"{linear}, fixed row tiles" if self.exact else linear,
+            },
+        )
+
+    def memory(self) -> MemoryInfo:
+        """Bytes of the cgroup or the host, whichever is less."""
+        return MemoryInfo(host.memory_limit_bytes(), host.available_memory_bytes())
+
+    def block_bytes(self, group: KVGroup) -> int:
+        """See `Backend.block_bytes`."""
+        return padded_block_bytes(group, "cpu")
+
+    def allocate_pool(self, group: KVGroup, num_blocks: int) -> BlockPool:
+        """A zeroed pool, whose pages are taken as blocks are first written. Raises OutOfMemory."""
+        return allocate_pool(group, num_blocks, self.block_bytes(group), torch.device("cpu"), self.memory().free)
+
+    def copy_blocks(self, pool: KVPool, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, every read before any write. Raises BackendError for a destination named twice."""
+        with out_of_memory_as_error():
+            try:
+                reference.copy_blocks(pool.data, pairs)
+            except ValueError as error:
+                raise BackendError(str(error)) from error
+
+    def prepare_model(self, model: torch.nn.Module) -> None:
+        """Pack linear layers in place; in exact mode every product runs in fixed row tiles."""
+        with out_of_memory_as_error():
+            if self.exact:
+                make_exact(model, LinearPacker(exact=True).replace)
+            else:
+                pack_linears(model)
+
+    def plan(self, batch: AttentionBatch, pools: tuple[KVPool, ...]) -> CpuPlan:
+        """Lay the step out; what depends on a group's window is worked out once, when a layer first asks."""
+        return make_plan(batch, pools)  # type: ignore[arg-type]
+
+    def write_kv(self, plan: CpuPlan, group: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store keys [T, Hkv, D] and values [T, Hkv, Dv] in the slots of the step."""
+        pool, (blocks, offsets, keep) = plan.pools[group], plan.write_slots[group]
+        for cache, new in ((pool.keys[layer], key), (pool.values[layer], value)):
+            cache[blocks, offsets] = (new if keep is None else new[keep]).to(cache.dtype)
+
+    def attention(
+        self, plan: CpuPlan, group: int, layer: int, query: torch.Tensor, args: AttentionArgs
+    ) -> torch.Tensor:
+        """Causal attention of query [T, Hq, D]; returns [T, Hq, Dv]."""
+        with out_of_memory_as_error():
+            if self.exact:
+                return exact_attention(plan, group, layer, query, args)
+            pool = plan.pools[group]
+            plan_of_group = plan.group(group, args.window)
+            return attention(plan_of_group, pool.keys[layer], pool.values[layer], query, args, self._scratch)
+
+    def synchronize(self) -> None:
+        """Nothing runs ahead on a CPU."""

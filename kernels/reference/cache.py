@@ -1,0 +1,50 @@
+"""Writing to the paged KV cache, and copying its blocks."""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Store the step's new keys and values in their slots, in place.
+
+    Args:
+        key: [T, Hkv, D]; value: [T, Hkv, Dv]; converted to the cache's dtype.
+        key_cache: [num_blocks, block_size, Hkv, D], any strides; value_cache: the same with Dv.
+        slots: int64 [T], `block * block_size + offset`; a negative slot is padding and stores nothing.
+
+    Raises:
+        IndexError: a slot lies past the last block.
+    """
+    block_size = key_cache.shape[1]
+    keep = slots >= 0
+    blocks, offsets = slots[keep] // block_size, slots[keep] % block_size
+    key_cache[blocks, offsets] = key[keep].to(key_cache.dtype)
+    value_cache[blocks, offsets] = value[keep].to(value_cache.dtype)
+
+
+def copy_blocks(data: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+    """Copy whole blocks of `data` [num_blocks, ...] in place, every read before any write.
+
+    Args:
+        pairs: (source, destination) block numbers; a block may be the source of many copies.
+
+    Raises:
+        ValueError: a destination is named twice, or is the null block 0.
+    """
+    if not pairs:
+        return
+    sources, destinations = (list(x) for x in zip(*pairs, strict=True))
+    if len(set(destinations)) != len(destinations):
+        raise ValueError(
+            f"copy_blocks: a destination is named twice in {destinations}; every block has one new content"
+        )
+    if 0 in destinations:
+        raise ValueError("copy_blocks: block 0 is the null block and cannot be a destination")
+    data[torch.tensor(destinations, device=data.device)] = data[torch.tensor(sources, device=data.device)]

@@ -1,0 +1,167 @@
+"""A step on a poisoned pool, and every backend that can run here."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from pagefleet.backends import registry
+from pagefleet.backends.base import (
+    AttentionArgs,
+    AttentionBatch,
+    BackendOptions,
+    GroupTables,
+    KVGroup,
+    LayerKV,
+)
+from pagefleet.kernels.reference import paged_attention
+
+AVAILABLE = [name for name, found in registry.probe_all().items() if found.available]
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(params=AVAILABLE)
+def backend_name(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def make_backend(backend_name):
+    """make_backend(exact=False): a new backend of the kind under test, on as many threads as now."""
+
+    def make(exact=False):
+        return registry.create(backend_name, BackendOptions(threads=torch.get_num_threads(), exact=exact))
+
+    return make
+
+
+@dataclass
+class Sequence:
+    """Keys [L, Hkv, D], values [L, Hkv, Dv] and queries [L, Hq, D] of every position of one sequence."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+
+
+class World:
+    """Sequences cached in a poisoned pool of one backend; steps of them in any mixture."""
+
+    def __init__(self, backend, group, sequences, seed=0, poison=True):
+        self.backend, self.group, self.sequences = backend, group, sequences
+        size = group.block_size
+        counts = [-(-len(x.keys) // size) for x in sequences]
+        self.pool = backend.allocate_pool(group, sum(counts) + 4)
+        order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)) + 1
+        self.tables = torch.zeros(len(sequences), max(1, *counts), dtype=torch.int32)
+        for s, own in enumerate(order[: sum(counts)].split(counts)):
+            self.tables[s, : len(own)] = own
+        if poison:  # all ones is NaN in fp32, bf16 and fp16
+            self.pool.data.fill_(255)
+
+    def step(self, work, args, layer=0, write=True, tables=None):
+        """Run (sequence, first position, last position) each; returns the outputs of each."""
+        device = self.pool.data.device
+        kept = [self.sequences[s] for s, _, _ in work]
+        tables = (self.tables if tables is None else tables)[[s for s, _, _ in work]]
+        counts = [last - first for _, first, last in work]
+        size = self.group.block_size
+        slots = [
+            self.tables[s, torch.arange(a, b) // size].long() * size + torch.arange(a, b) % size for s, a, b in work
+        ]
+        batch = AttentionBatch(
+            torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
+            torch.tensor([last for _, _, last in work], dtype=torch.int32, device=device),
+            (GroupTables(torch.cat([torch.zeros(0).long(), *slots]).to(device), tables.to(device)),),
+        )
+        plan = self.backend.plan(batch, (self.pool,))
+
+        def rows(name):
+            empty = getattr(self.sequences[0], name)[:0]
+            parts = [getattr(x, name)[a:b] for x, (_, a, b) in zip(kept, work, strict=True)]
+            return torch.cat([empty, *parts]).to(device)
+
+        if write:
+            self.backend.write_kv(plan, 0, layer, rows("keys"), rows("values"))
+        out = self.backend.attention(plan, 0, layer, rows("queries"), args)
+        self.backend.synchronize()
+        return list(out.cpu().split(counts))
+
+    def expected(self, work, args):
+        """The same from the specification, in float64, from what the KV dtype can hold."""
+        held = TORCH_DTYPES[self.group.dtype]
+        outputs = []
+        for s, first, last in work:
+            x = self.sequences[s]
+            keys, values = (
+                torch.cat([torch.full_like(y[:1], torch.nan), y.to(held)])[:, None].double() for y in (x.keys, x.values)
+            )
+            outputs.append(
+                paged_attention(
+                    x.queries[first:last].double(),
+                    keys,  # one token a block
+                    values,
+                    torch.arange(1, len(keys), dtype=torch.int32)[None],
+                    torch.tensor([0, last - first]),
+                    torch.tensor([last]),
+                    scale=args.scale,
+                    window=args.window,
+                    softcap=args.softcap,
+                    sinks=None if args.sinks is None else args.sinks.double(),
+                )
+            )
+        return outputs
+
+
+@pytest.fixture
+def make_world():
+    """make_world(backend, lengths, ...): random sequences of these lengths, nothing cached yet."""
+
+    def make(
+        backend,
+        lengths,
+        *,
+        heads=4,
+        kv_heads=2,
+        size=16,
+        value_size=None,
+        block_size=16,
+        dtype="fp32",
+        compute="fp32",
+        window=None,
+        layers=1,
+        seed=0,
+    ):
+        value_size = value_size or size
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape):
+            return torch.randn(*shape, generator=generator).to(TORCH_DTYPES[compute])
+
+        sequences = [
+            Sequence(random(n, kv_heads, size), random(n, kv_heads, value_size), random(n, heads, size))
+            for n in lengths
+        ]
+        layer_list = tuple(LayerKV(i, kv_heads, size, value_size) for i in range(layers))
+        return World(backend, KVGroup(layer_list, window, dtype, block_size), sequences, seed)
+
+    return make
+
+
+@pytest.fixture
+def args_of():
+    """args_of(size, **settings): attention settings with the usual scale."""
+
+    def make(size, **settings):
+        return AttentionArgs(size**-0.5, **settings)
+
+    return make
