@@ -12,7 +12,6 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
-
 from pagefleet.runtime.compose import config_errors, explain, keep_text, register_resolvers, to_config
 from pagefleet.runtime.config import COMMANDS, Config, check_ready, suggestion
 from pagefleet.runtime.errors import ConfigError, PagefleetError
@@ -21,6 +20,9 @@ log = logging.getLogger(__name__)
 
 OK, FAILED, REFUSED, SOME_ROWS, INTERRUPTED = 0, 1, 2, 3, 130
 _SEVERITY = (OK, SOME_ROWS, REFUSED, FAILED)
+_VALUE_FLAGS = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
+_VALUE_FLAGS |= {"--experimental-rerun"}
+_INFO_VALUES = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
 
 USAGE = """usage: pagefleet COMMAND [group=option] [key=value] [Hydra flags]
 
@@ -34,7 +36,7 @@ pagefleet COMMAND --help lists its groups, keys and flags."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 3 some rows are errors, 2 refused, 130 interrupted, 1 the rest)."""
+    """Run one command; returns the exit code (the constants above)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(USAGE, file=sys.stderr)
@@ -62,17 +64,32 @@ def _run_hydra(command: str, rest: list[str]) -> int:
 
     register_resolvers()
     try:
-        with _hydra_environment([f"pagefleet {command}", *keep_text(rest)]), config_errors(command):
+        with _hydra_environment([f"pagefleet {command}", *order_arguments(rest)]), config_errors(command):
             hydra.main(config_path="pkg://pagefleet.conf", config_name=command, version_base="1.3")(task)()
     except ConfigError as error:
         return _refuse(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         return _refuse(str(explain(error, command)))
+    except ValueError as error:  # Hydra's, about its flags; those of a command end in run_command
+        return _refuse(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else FAILED if stop.code else OK
     return worst(codes)
+
+
+def order_arguments(rest: Sequence[str]) -> list[str]:
+    """Hydra's flags first, then the overrides: its parser takes them in one piece only."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    before = ""
+    for argument in rest:
+        is_value = before in _VALUE_FLAGS or (before in ("-i", "--info") and argument in _INFO_VALUES)
+        if argument != "--":
+            (flags if argument.startswith("-") or is_value else overrides).append(argument)
+        before = argument
+    return [*flags, "--", *keep_text(overrides)]
 
 
 def run_command(command: str, composed: DictConfig) -> int:

@@ -17,7 +17,6 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-
 from pagefleet.runtime.config import (
     COMMANDS,
     LATER_PRECISIONS,
@@ -91,7 +90,8 @@ def leaf_types(schema: type = Config, prefix: str = "") -> dict[str, Any]:
 def keep_text(overrides: Sequence[str]) -> list[str]:
     """Quote what Hydra would read as a number or refuse, where the schema wants text.
 
-    `model.revision=123E4` names a commit, not 1230000.0; `job.input=runs (old)/a=b.jsonl` is a path.
+    `model.revision=123E4` names a commit, not 1230000.0; `job.input=runs (old)/a=b.jsonl` is a path. A mapping of free
+    keys takes new ones without Hydra's `+`: `job.defaults.temperature=0`.
     """
     kinds = leaf_types()
     text_keys = {key for key, kind in kinds.items() if kind is str or str in get_args(kind)}
@@ -100,11 +100,13 @@ def keep_text(overrides: Sequence[str]) -> list[str]:
 
 def _keep_text(line: str, text_keys: set[str]) -> str:
     key, equals, raw = line.partition("=")
+    if equals and re.match(r"job\.defaults(\.|$)", key):
+        return f"++{line}"
     if not equals or key.lstrip("+") not in text_keys:
         return line
     try:
         parsed: Override | None = OverridesParser.create().parse_override(line)
-    except OverrideParseException:
+    except HydraException:
         parsed = None
     if parsed is None:
         unquoted = not re.match(r"""\s*['"]""", raw) and "${" not in raw

@@ -110,7 +110,7 @@ class BackendConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Compute dtype of weights and activations; `exact` makes rows independent of what runs beside them, bit for bit."""
+    """Compute dtype; `exact` makes rows independent of what runs beside them, bit for bit."""
 
     name: str = "auto"
     exact: bool = False

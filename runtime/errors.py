@@ -53,10 +53,3 @@ class ConfigError(PagefleetError, ValueError):
 class ModelError(PagefleetError):
     """A model cannot be loaded or is refused by name; raised before weights are read where possible."""
 
-
-class BackendError(PagefleetError):
-    """A backend is unknown, unavailable, or failed in a step."""
-
-
-class OutOfMemory(BackendError):
-    """The device could not hold what a step needed; the step is rolled back and the degrade plan asked."""

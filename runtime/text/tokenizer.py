@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Tokenizer:
         self.eos_token_ids: frozenset[int] = frozenset(own) | frozenset(int(i) for i in eos_token_ids)
         vocab = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
+        self._texts: dict[int, str] = {}
         self._ids: frozenset[int] = frozenset(vocab.values())
 
     @classmethod
@@ -75,13 +76,14 @@ class Tokenizer:
         """Text of ids; broken UTF-8 becomes U+FFFD, ids without a token are left out."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    @lru_cache(maxsize=65536)  # noqa: B019  (one tokenizer lives as long as its engine)
     def token_text(self, token_id: int) -> str:
         """Text of one token as it reads inside a text (its leading space is kept); U+FFFD for part of a character."""
-        context = self._context_ids
-        before = self.backend.decode(context, skip_special_tokens=False)
-        after = self.backend.decode([*context, token_id], skip_special_tokens=False)
-        return after[len(before) :]
+        if token_id not in self._texts:
+            context = self._context_ids
+            before = self.backend.decode(context, skip_special_tokens=False)
+            after = self.backend.decode([*context, token_id], skip_special_tokens=False)
+            self._texts[token_id] = after[len(before) :]
+        return self._texts[token_id]
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -91,7 +93,7 @@ class Tokenizer:
     @cached_property
     def byte_ids(self) -> frozenset[int]:
         """Ids of byte-fallback tokens (`<0x0A>`), whose text depends on their neighbours; empty for most models."""
-        decoder = json.loads(self.backend.to_str()).get("decoder") or {}
+        decoder = json.loads(self.backend.decoder.__getstate__()) if self.backend.decoder else {}
         steps = [decoder, *decoder.get("decoders", ())]
         if not any(step.get("type") == "ByteFallback" for step in steps):
             return frozenset()
