@@ -154,6 +154,14 @@ def test_logit_bias_and_allowed_tokens():
     assert set(draws(logits, 50, allowed_token_ids=[10, 9]).nonzero().flatten().tolist()) == {9, 10}
 
 
+def test_penalties_and_bad_words_change_what_is_chosen():
+    logits = logits_of(t3=5.0, t4=4.0)
+    assert ids(logits, row(temperature=0.0, output=[3], presence_penalty=1.5)) == [4]
+    assert ids(logits, row(temperature=0.0, prompt=[3], repetition_penalty=1.5)) == [4]
+    assert ids(logits, row(temperature=0.0, output=[9], bad_words=((9, 3),))) == [4]
+    assert ids(logits, row(temperature=0.0, output=[8], bad_words=((9, 3),))) == [3]
+
+
 def test_grammar_decides_what_may_come(byte_level):
     grammar = GrammarFactory(byte_level, byte_level.eos_token_ids).compile(StructuredOutput(choice=("7",)))
     seven = byte_level.encode("7", add_special_tokens=False)[0]

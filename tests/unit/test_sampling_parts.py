@@ -89,6 +89,19 @@ def test_noise_is_the_documented_hash_whatever_subset_is_asked_for():
     assert torch.equal(exponential(key, some), everywhere[some])
 
 
+def test_noise_of_the_largest_hash_is_finite():
+    mask = 2**64 - 1
+    bits = mask  # undo SplitMix64, to find the key whose hash for token 0 is all ones
+    for constant, shift in ((0x94D049BB133111EB, 27), (0xBF58476D1CE4E5B9, 30)):
+        bits = (bits * pow(constant, -1, 2**64)) & mask
+        undone = bits
+        for _ in range(3):
+            undone = bits ^ (undone >> shift)
+        bits = undone
+    key = (bits - 0x9E3779B97F4A7C15) & mask
+    assert 15.0 < float(exponential(key, torch.tensor([0]))) < 30.0
+
+
 def test_noise_is_exponential_and_never_zero_or_infinite():
     noise = torch.cat([exponential(draw_key(s, 0), torch.arange(100_000)) for s in range(5)]).double()
     assert torch.isfinite(noise).all()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from pagefleet.runtime.errors import ErrorCode, RequestError
 from pagefleet.runtime.text.chat import render_chat
+from pagefleet.runtime.text.tokenizer import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 USER = {"role": "user", "content": "Hey 한국어"}
 NO_BOS = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -32,6 +36,15 @@ def test_exactly_one_bos_whatever_the_template_writes(tokenizer, template):
     _, ids = render_chat(tokenizer, [USER], chat_template=template)
     assert ids[0] == tokenizer.bos_token_id
     assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_an_end_token_that_plain_encoding_adds_is_not_in_a_chat(byte_level):
+    hf = copy.deepcopy(byte_level.hf)
+    bos, eos = (hf.bos_token, hf.bos_token_id), (hf.eos_token, hf.eos_token_id)
+    hf.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A {eos[0]}", special_tokens=[bos, eos])
+    tokenizer = Tokenizer(hf)
+    assert tokenizer.encode("x")[-1] == tokenizer.hf.eos_token_id
+    assert render_chat(tokenizer, [USER])[1] == render_chat(byte_level, [USER])[1]
 
 
 def test_text_parts_are_joined(byte_level):
