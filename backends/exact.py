@@ -185,8 +185,9 @@ def replace_modules(model: nn.Module, replacement: Callable[[nn.Module], nn.Modu
 
 def make_exact(model: nn.Module, exact_linear: Callable[[nn.Module], nn.Module | None]) -> None:
     """Make every product and activation of `model` exact, in place; `exact_linear` replaces plain linear layers."""
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped products pick kernels by rows per expert
+    set_experts: Any = getattr(model, "set_experts_implementation", None)
+    if set_experts is not None:
+        set_experts("eager")  # grouped products pick kernels by rows per expert
     functions = ExactFunctions()
 
     def replacement(module: nn.Module) -> nn.Module | None:

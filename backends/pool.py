@@ -29,7 +29,7 @@ def out_of_memory_as_error() -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockPool:
     """All blocks of one KV group.
 
@@ -91,7 +91,9 @@ def allocate_pool(group: KVGroup, num_blocks: int, block_bytes: int, device: tor
 def layer_views(group: KVGroup, data: torch.Tensor) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
     """Typed views of every layer's keys and values in `data` (see `BlockPool`)."""
     typed = data.view(DTYPES[group.dtype])
-    keys, values, offset = {}, {}, 0
+    keys: dict[int, torch.Tensor] = {}
+    values: dict[int, torch.Tensor] = {}
+    offset = 0
     for layer in group.layers:
         for views, size in ((keys, layer.head_dim), (values, layer.value_head_dim)):
             shape = (data.shape[0], group.block_size, layer.num_kv_heads, size)

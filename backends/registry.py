@@ -12,6 +12,7 @@ import logging
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -35,8 +36,7 @@ def _sources() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     for module in pkgutil.iter_modules(package.__path__):
         if module.ispkg and not module.name.startswith("_"):
-            full_name = f"{package.__name__}.{module.name}"
-            found[module.name] = lambda full_name=full_name: importlib.import_module(full_name)
+            found[module.name] = partial(importlib.import_module, f"{package.__name__}.{module.name}")
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         if entry.name in found:
             logger.warning("backend entry point '%s' (%s) is ignored: the name is taken", entry.name, entry.value)

@@ -140,6 +140,7 @@ def make_world():
         window=None,
         layers=1,
         seed=0,
+        poison=True,
     ):
         value_size = value_size or size
         generator = torch.Generator().manual_seed(seed)
@@ -152,7 +153,7 @@ def make_world():
             for n in lengths
         ]
         layer_list = tuple(LayerKV(i, kv_heads, size, value_size) for i in range(layers))
-        return World(backend, KVGroup(layer_list, window, dtype, block_size), sequences, seed)
+        return World(backend, KVGroup(layer_list, window, dtype, block_size), sequences, seed, poison)
 
     return make
 
