@@ -178,9 +178,7 @@ class _Job:
         self._interrupts.check()
         if driver.input_error is not None:
             raise driver.input_error
-        for file in files:
-            if not file.unchanged():
-                raise InputError(f"{file.path} changed while the job ran; put it back as it was")
+        _refuse_changed(files, journal)
         if len(journal) != driver.num_rows:
             raise PagefleetError(f"{driver.num_rows} rows were read but {len(journal)} have results")
         journal.note(rows=driver.num_rows)
@@ -248,8 +246,18 @@ def _defaults(config: Config) -> dict[str, Any]:
     return values
 
 
+def _refuse_changed(files: Sequence[InputFile], journal: Journal) -> None:
+    for file in files:
+        if file.unchanged():
+            continue
+        if not file.only_grew():
+            journal.note(mixed=file.path.name)
+            raise InputError(f"{file.path} changed while the job ran, so results may be of two versions of it")
+        raise InputError(f"{file.path} got more lines while the job ran; cut it back to {file.size} bytes")
+
+
 def _raw_rows(files: Sequence[InputFile]) -> Iterator[RawRow]:
-    return itertools.chain.from_iterable(read_rows(file.path) for file in files)
+    return itertools.chain.from_iterable(read_rows(file) for file in files)
 
 
 def _first_form(files: Sequence[InputFile]) -> Form:

@@ -58,12 +58,12 @@ def sync_file(path: Path) -> None:
         os.close(fd)
 
 
-def digest_file(path: Path) -> tuple[int, str]:
-    """(bytes, SHA-256 in hex) of a file."""
+def digest_file(path: Path, limit: int | None = None) -> tuple[int, str]:
+    """(bytes, SHA-256 in hex) of a file, or of its first `limit` bytes."""
     digest = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(_CHUNK if limit is None else min(_CHUNK, limit - size)):
             digest.update(chunk)
             size += len(chunk)
     return size, digest.hexdigest()

@@ -124,7 +124,7 @@ def open_job(paths: JobPaths, fingerprint: Mapping[str, Any], on_mismatch: str, 
 def remove_journal(paths: JobPaths) -> None:
     """The last act of a job."""
     with contextlib.suppress(FileNotFoundError):
-        paths.journal.unlink()
+        os.unlink(paths.journal)
     sync_folder(paths.journal.parent)
 
 
@@ -148,6 +148,8 @@ def _from_journal(
     except OSError as error:
         raise ConfigError(f"job.output: cannot open {paths.journal}: {error.strerror}") from error
     changes = differences(journal.header.get("fingerprint"), fingerprint)
+    if "mixed" in journal.notes:
+        changes.append(f"{journal.notes['mixed']} changed while the unfinished job read it")
     if not changes and paths.output.exists() and not journal.header.get("replaces"):
         if not is_our_output(paths, journal):
             changes = [f"{paths.output} appeared, and this job did not write it"]

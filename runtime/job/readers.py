@@ -7,6 +7,7 @@ import gzip
 import io
 import math
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,12 +54,22 @@ class InputFile:
     weight: float
 
     def unchanged(self) -> bool:
-        """False if the file was replaced or edited since."""
+        """False if the file's content is another one since."""
         try:
             now = self.path.stat()
+            return (now.st_size, now.st_mtime_ns) == (self.size, self.mtime_ns) or digest_file(self.path) == (
+                self.size,
+                self.sha256,
+            )
         except OSError:
             return False
-        return (now.st_size, now.st_mtime_ns) == (self.size, self.mtime_ns)
+
+    def only_grew(self) -> bool:
+        """True if lines were added at the end and nothing else; `read_rows` leaves those out."""
+        try:
+            return _is_plain(self.path) and digest_file(self.path, self.size) == (self.size, self.sha256)
+        except OSError:
+            return False
 
 
 def find_inputs(pattern: str) -> list[Path]:
@@ -103,17 +114,23 @@ def inspect(path: Path) -> InputFile:
     return InputFile(path, size, sha256, before.st_mtime_ns, rows, weight)
 
 
-def read_rows(path: Path) -> Iterator[RawRow]:
-    """Rows of one file in order; blank lines are skipped.
+def read_rows(file: InputFile) -> Iterator[RawRow]:
+    """Rows of one file in order; blank lines are skipped, and so is what was added to a plain file since `inspect`.
 
     Raises:
         InputError: the file cannot be read further; the rows before were good.
     """
-    return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+    if file.path.suffix == ".parquet":
+        return _read_parquet(file.path)
+    return _read_jsonl(file.path, file.size if _is_plain(file.path) else None)
 
 
 def _known(path: Path) -> bool:
     return path.name.endswith(SUFFIXES) and not path.name.startswith(".")
+
+
+def _is_plain(path: Path) -> bool:
+    return path.suffix in JSONL_SUFFIXES
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -187,17 +204,19 @@ def _jsonl_totals(path: Path) -> tuple[int, float]:
     return rows + (last != b"\n"), float(size)
 
 
-def _read_jsonl(path: Path) -> Iterator[RawRow]:
+def _read_jsonl(path: Path, size: int | None) -> Iterator[RawRow]:
     number = 0
+    left = size if size is not None else sys.maxsize
     try:
         with _open(path) as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
+            while line := file.readline(min(MAX_LINE_BYTES + 1, left)):
                 number += 1
                 weight = len(line)
                 whole: bytes | None = line
                 while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    line, whole = file.readline(MAX_LINE_BYTES + 1), None
+                    line, whole = file.readline(min(MAX_LINE_BYTES + 1, left - weight)), None
                     weight += len(line)
+                left -= weight
                 if number == 1 and whole is not None:
                     whole = whole.removeprefix(b"\xef\xbb\xbf")
                 if whole is not None:
