@@ -88,6 +88,11 @@ class Engine:
         """Requests that were added and not yet given back."""
         return len(self._requests) + len(self._ended)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of requests that wait or run."""
+        return list(self._requests)
+
     def add(
         self,
         request_id: str,
