@@ -167,7 +167,7 @@ class _Job:
     def _compute(self, files: Sequence[InputFile], journal: Journal) -> None:
         counts = _counts(files, journal)
         progress = make_progress(self._job.progress, self._stderr, counts, self._engine.metrics)
-        rows = self._rows(files)
+        rows = self._rows(files, journal)
         driver = Driver(rows, journal, self._engine, counts, progress, self._interrupts, self._job.max_in_flight)
         progress.start()
         try:
@@ -183,9 +183,9 @@ class _Job:
             raise PagefleetError(f"{driver.num_rows} rows were read but {len(journal)} have results")
         journal.note(rows=driver.num_rows)
 
-    def _rows(self, files: Sequence[InputFile]) -> Iterator[Row]:
+    def _rows(self, files: Sequence[InputFile], journal: Journal) -> Iterator[Row]:
         parser = RowParser(self._models, _defaults(self._config), self._config.seed, _first_form(files))
-        return (parser.parse(raw, index) for index, raw in enumerate(_raw_rows(files)))
+        return (parser.parse(raw, index, index in journal) for index, raw in enumerate(_raw_rows(files)))
 
     def _finish(self, paths: JobPaths, journal: Journal, resumed: int) -> int:
         """Ordered output, summary, and only then the end of the journal."""

@@ -94,11 +94,15 @@ class RowParser:
         self._unreadable_form = unreadable_form
         self._seen = IdSet()
 
-    def parse(self, raw: RawRow, index: int) -> Row:
-        """The row, good or with its error. Never raises for what a row holds."""
+    def parse(self, raw: RawRow, index: int, done: bool = False) -> Row:
+        """The row, good or with its error. Never raises for what a row holds.
+
+        Args:
+            done: the row has its result already; only its id is taken, for the sake of later duplicates.
+        """
         row = Row(index, self._unreadable_form, f"row-{index}", raw.weight)
         try:
-            self._fill(row, raw)
+            self._fill(row, raw, done)
         except RequestError as error:
             row.prompts, row.params = [], []
             row.error = OutputError(error.code, _shortened(f"{error.message} ({raw.where})"))
@@ -107,7 +111,7 @@ class RowParser:
             row.error = OutputError(ErrorCode.INVALID_JSON, f"the row is nested too deeply ({raw.where})")
         return row
 
-    def _fill(self, row: Row, raw: RawRow) -> None:
+    def _fill(self, row: Row, raw: RawRow, done: bool) -> None:
         try:
             value = _value(raw)
         except RequestError:
@@ -119,6 +123,8 @@ class RowParser:
             raise RequestError(
                 ErrorCode.DUPLICATE_ID, f"the id {row.row_id!r} was used by an earlier row; give each row its own"
             )
+        if done:
+            return
         if problem is not None:
             raise problem
         if not isinstance(value, Mapping):

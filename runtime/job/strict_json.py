@@ -24,7 +24,7 @@ def parse_json(line: bytes) -> Any:
             f"the row is not UTF-8 (byte {error.start + 1}: {error.reason}); save it as UTF-8",
         ) from None
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=_finite)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise RequestError(
             ErrorCode.INVALID_JSON, f"the row is not JSON: {error.msg} at character {error.pos + 1}"
@@ -62,7 +62,7 @@ def dump_json(value: Any) -> bytes:
     """One line of JSON, without the newline. Non-ASCII text stays readable; characters that some readers take for
     line ends, and strings that UTF-8 cannot hold, are escaped.
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _ENCODER.encode(value)
     for character in ("\u0085", "\u2028", "\u2029"):
         if character in text:
             text = text.replace(character, f"\\u{ord(character):04x}")
@@ -90,3 +90,7 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise RequestError(ErrorCode.INVALID_JSON, f"the number {text[:40]} is too large for a double")
     return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=_finite)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
