@@ -1,0 +1,154 @@
+"""Promises of the scheduler on made-up sequences: no model, no device."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pagefleet.runtime.cache.manager import CacheManager
+from pagefleet.runtime.config import SchedulerConfig
+from pagefleet.runtime.request import Request, Sequence, Status
+from pagefleet.runtime.sampling_params import SamplingParams
+from pagefleet.runtime.scheduler import Scheduler
+
+
+def a_scheduler(blocks: int = 16, windows: tuple[int | None, ...] = (None,), **values: object) -> Scheduler:
+    config = SchedulerConfig(**{"max_batched_tokens": 16, "max_sequences": 4, **values})  # type: ignore[arg-type]
+    return Scheduler(config, CacheManager(list(windows), [blocks] * len(windows), block_size=2))
+
+
+class Driver:
+    """Steps a scheduler with made-up tokens."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.sequences: list[Sequence] = []
+        self.finished: list[int] = []
+
+    def add(self, length: int, max_tokens: int, first: int = 1, arrived: float = 0.0) -> Sequence:
+        number = len(self.sequences)
+        prompt = [first + i % 3 for i in range(length)]
+        request = Request(str(number), None, prompt, SamplingParams(), max_tokens, arrived=arrived)
+        sequence = Sequence(request, 0, number, 0, list(prompt))
+        request.sequences.append(sequence)
+        self.sequences.append(sequence)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self, fail: bool = False) -> int:
+        plan = self.scheduler.schedule()
+        assert plan.num_tokens <= self.scheduler.config.max_batched_tokens
+        assert len(self.scheduler.running) <= self.scheduler.config.max_sequences
+        if fail:
+            self.scheduler.rollback(plan)
+            return 0
+        self.scheduler.commit(plan)
+        for entry in plan.scheduled:
+            sequence = entry.sequence
+            if sequence.num_computed == sequence.num_tokens:
+                sequence.token_ids.append(100 + sequence.num_tokens)
+                if sequence.num_output >= sequence.request.max_tokens:
+                    self.scheduler.finish(sequence)
+                    self.finished.append(sequence.number)
+        return plan.num_tokens
+
+    def run(self, limit: int = 2000) -> None:
+        while self.scheduler.has_work:
+            limit -= 1
+            assert limit > 0, "the scheduler stalls"
+            assert self.step() > 0, "a step with work waiting computed nothing"
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 14), st.integers(1, 12)),
+        st.tuples(st.just("step"), st.integers(0, 0), st.integers(0, 0)),
+        st.tuples(st.just("fail"), st.integers(0, 0), st.integers(0, 0)),
+        st.tuples(st.just("abort"), st.integers(0, 30), st.integers(0, 0)),
+    ),
+    max_size=50,
+)
+
+
+@given(OPERATIONS, st.sampled_from([(None,), (None, 5), (4,)]), st.sampled_from([None, 3]))
+@settings(max_examples=150, deadline=None)
+def test_any_interleaving_ends_without_a_leak(
+    operations: list[tuple[str, int, int]], windows: tuple[int | None, ...], chunk: int | None
+) -> None:
+    driver = Driver(a_scheduler(blocks=15, windows=windows, long_prefill_tokens=chunk))
+    aborted = set()
+    for kind, x, y in operations:
+        if kind == "add":
+            driver.add(x, y, first=1 + x % 2)
+        elif kind == "abort" and x < len(driver.sequences):
+            if driver.sequences[x].status is not Status.FINISHED:
+                aborted.add(x)
+            driver.scheduler.finish(driver.sequences[x])
+        elif kind in ("step", "fail"):
+            driver.step(fail=kind == "fail")
+        driver.scheduler.cache.check()
+    driver.run()
+    cache = driver.scheduler.cache
+    cache.check()
+    assert all(pool.num_used == 0 for pool in cache.pools)
+    assert sorted(driver.finished) == [s.number for s in driver.sequences if s.number not in aborted]
+
+
+def test_two_long_sequences_in_a_pool_that_holds_one_both_end() -> None:
+    driver = Driver(a_scheduler(blocks=11, reserve_ratio=0.0))
+    driver.add(4, 16)
+    driver.add(4, 16, first=5)
+    driver.run()
+    assert sorted(driver.finished) == [0, 1]
+    assert driver.scheduler.num_preemptions > 0
+
+
+def test_running_sequences_come_first_and_long_prompts_are_chunked() -> None:
+    driver = Driver(a_scheduler(blocks=64, long_prefill_tokens=6, length_bucket=0))
+    driver.add(3, 5)
+    driver.step()
+    driver.add(20, 1, first=7)
+    plan = driver.scheduler.schedule()
+    assert [(e.sequence.number, e.start, e.num_new) for e in plan.scheduled] == [(0, 3, 1), (1, 0, 6)]
+
+
+def test_waiting_sequences_that_share_a_prefix_follow_one_another_shorter_buckets_first() -> None:
+    driver = Driver(a_scheduler(blocks=200, max_sequences=1, length_bucket=8))
+    for length, first in ((12, 1), (4, 50), (4, 1), (20, 50)):
+        driver.add(length, 1, first=first)
+    driver.run()
+    assert driver.finished == [2, 0, 1, 3]
+
+
+def test_the_longest_waiting_sequence_is_overtaken_a_bounded_number_of_times() -> None:
+    driver = Driver(a_scheduler(blocks=200, max_sequences=1, length_bucket=4, max_skips=3))
+    driver.add(15, 1)
+    for _ in range(10):
+        driver.add(2, 1)
+    driver.run()
+    assert driver.finished.index(0) == 3
+
+
+def test_the_batching_timeout_holds_only_an_idle_engine_that_expects_more() -> None:
+    driver = Driver(a_scheduler(batch_timeout_ms=100.0, max_sequences=2))
+    driver.add(2, 3, arrived=10.0)
+    assert driver.scheduler.holds(10.05, more_expected=True)
+    assert not driver.scheduler.holds(10.05, more_expected=False)
+    assert not driver.scheduler.holds(10.11, more_expected=True)
+    driver.add(2, 3, arrived=10.0)
+    assert not driver.scheduler.holds(10.05, more_expected=True), "a full batch does not wait"
+    driver.step()
+    driver.add(2, 3, arrived=20.0)
+    assert not driver.scheduler.holds(20.0, more_expected=True), "with work running nothing waits"
+
+
+def test_a_failed_step_leaves_tables_counts_and_order_as_they_were() -> None:
+    driver = Driver(a_scheduler(blocks=64))
+    driver.add(5, 4)
+    driver.step()
+    driver.add(6, 4, first=9)
+    before = ([list(s.tables[0]) for s in driver.sequences], driver.scheduler.cache.pools[0].num_used)
+    driver.step(fail=True)
+    assert ([list(s.tables[0]) for s in driver.sequences], driver.scheduler.cache.pools[0].num_used) == before
+    assert driver.sequences[1].status is Status.WAITING
+    driver.run()
+    assert sorted(driver.finished) == [0, 1]
