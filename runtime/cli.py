@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from pagefleet.runtime.compose import config_errors, explain, keep_text, register_resolvers, to_config
-from pagefleet.runtime.config import COMMANDS, Config, check_ready, suggestion
+from pagefleet.runtime.config import COMMANDS, Config, check_ready, result_shaping, suggestion
 from pagefleet.runtime.errors import ConfigError, PagefleetError
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def _batch(config: Config) -> int:
     from pagefleet.runtime.job.batch_job import run_job
     from pagefleet.runtime.llm import LLM
 
-    return run_job(config, lambda: LLM.from_config(config))
+    return run_job(config, lambda: LLM.from_config(config), result_shaping=result_shaping(config))
 
 
 @contextmanager

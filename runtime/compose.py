@@ -80,7 +80,7 @@ def leaf_types(schema: type = Config, prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for item in fields(schema):
         kind = hints[item.name]
-        if is_dataclass(kind):
+        if isinstance(kind, type) and is_dataclass(kind):
             leaves |= leaf_types(kind, f"{prefix}{item.name}.")
         else:
             leaves[prefix + item.name] = kind

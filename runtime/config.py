@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pagefleet.runtime.errors import ConfigError
-from pagefleet.runtime.sampling_params import SamplingParams
+from pagefleet.runtime.sampling_params import SamplingParams, StructuredOutput
 from pagefleet.runtime.sizes import parse_size
 
 COMMANDS = ("batch", "plan", "doctor", "bench")
@@ -180,11 +180,6 @@ class SchedulerConfig:
         check_int("scheduler.length_bucket", self.length_bucket, low=0)
         check_int("scheduler.max_skips", self.max_skips, low=0)
         check_real("scheduler.reserve_ratio", self.reserve_ratio, 0.0, 1.0)
-        if self.max_sequences > self.max_batched_tokens:
-            raise ConfigError(
-                f"scheduler.max_sequences: expected at most scheduler.max_batched_tokens={self.max_batched_tokens} "
-                f"(a running sequence takes a token a step), got {self.max_sequences}"
-            )
 
 
 @dataclass
@@ -203,19 +198,23 @@ class JobConfig:
         check_choice("job.on_mismatch", self.on_mismatch, ("refuse", "restart"))
         check_real("job.fsync_interval_s", self.fsync_interval_s, 0.0, 3600.0)
         check_int("job.max_in_flight", self.max_in_flight, low=1)
-        check_choice("job.progress", self.progress, ("auto", "live", "plain", "none"))
+        check_choice("job.progress", self.progress, ("auto", "rich", "plain", "off"))
         _check_sampling_defaults(self.defaults)
 
 
 def _check_sampling_defaults(defaults: Mapping[str, Any]) -> None:
-    known = [f.name for f in fields(SamplingParams) if f.name != "structured"]
+    known = [f.name for f in fields(SamplingParams)]
     for name in defaults:
         if name not in known:
             raise ConfigError(
                 f"job.defaults.{name}: not a sampling parameter; allowed: {', '.join(known)}{suggestion(name, known)}"
             )
+    values = dict(defaults)
+    constraint = values.get("structured")
     try:
-        SamplingParams(**defaults)
+        if isinstance(constraint, Mapping):
+            values["structured"] = StructuredOutput(**constraint)
+        SamplingParams(**values)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"job.defaults.{error}") from error
 

@@ -73,7 +73,10 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
 def local_checkpoint(config: Config) -> Path:
     """The GGUF file or checkpoint folder to read headers from; a hub id is fetched where there is a network."""
     path = Path(config.model.path).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        return ggufs[0] if len(ggufs) == 1 and not (path / "config.json").is_file() else path
+    if path.is_file() and path.suffix == ".gguf":
         return path
     if path.is_file():
         raise ModelError(f"{path}: expected a checkpoint folder or a .gguf file")

@@ -180,3 +180,36 @@ def test_percentiles_are_nearest_rank():
     assert percentiles([float(n) for n in range(100, 0, -1)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
     assert percentiles([4.0]) == {"p50": 4.0, "p90": 4.0, "p99": 4.0}
     assert percentiles([]) == {"p50": None, "p90": None, "p99": None}
+
+
+# -- batch -----------------------------------------------------------------------------------------------------------
+
+
+def test_batch_hands_the_job_its_configuration_a_factory_and_what_shapes_results(monkeypatch):
+    from pagefleet.runtime import llm
+    from pagefleet.runtime.config import result_shaping
+    from pagefleet.runtime.job import batch_job
+
+    calls = []
+
+    def run_job(config, factory, *, result_shaping):
+        calls.append((config, factory(), result_shaping))
+        return 3
+
+    monkeypatch.setattr(batch_job, "run_job", run_job)
+    monkeypatch.setattr(llm.LLM, "from_config", classmethod(lambda cls, config: ("an engine for", config.model.path)))
+    assert cli.main(["batch", "model.path=m", "job.input=a", "job.output=b", "seed=4"]) == 3
+    config, engine, shaping = calls[0]
+    assert engine == ("an engine for", "m")
+    assert shaping == result_shaping(config)
+    assert shaping["seed"] == 4
+
+
+def test_a_folder_that_holds_one_gguf_file_is_planned_from_it(tmp_path):
+    from pagefleet.runtime.plan_command import local_checkpoint
+
+    (tmp_path / "x.gguf").write_bytes(b"")
+    config = load_config([f"model.path={tmp_path}"], "plan")
+    assert local_checkpoint(config) == tmp_path / "x.gguf"
+    (tmp_path / "config.json").write_text("{}")
+    assert local_checkpoint(config) == tmp_path

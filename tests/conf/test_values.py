@@ -24,13 +24,14 @@ REFUSED = [
     ("cache.memory_fraction=1.5", "cache.memory_fraction: expected a number in (0.0, 1.0]", "1.5"),
     ("cache.prefix_caching=maybe", "cache.prefix_caching: expected true or false", "'maybe'"),
     ("scheduler.batch_timeout_ms=-1", "scheduler.batch_timeout_ms: expected a number in [0.0, 60000.0]", "-1"),
-    ("scheduler.max_sequences=5000", "scheduler.max_sequences: expected at most", "2048"),
+    ("job.progress=live", "job.progress: expected one of auto, rich, plain, off", "'live'"),
     ("scheduler.reserve_ratio=nan", "scheduler.reserve_ratio: expected a number", "nan"),
     ("model.max_len=0", "model.max_len: expected an integer >= 1 or null", "0"),
     ("model=/data/llama", "model: expected one of gemma3_270m", "model.path="),
     ("seed=1.5", "seed: expected an integer", "'1.5'"),
     ("job.on_mismatch=ignore", "job.on_mismatch: expected one of refuse, restart", "'ignore'"),
     ("+job.defaults.temprature=1", "job.defaults.temprature: not a sampling parameter", "did you mean 'temperature'"),
+    ("job.defaults.structured={regx: a}", "job.defaults.", "regx"),
     ("+job.defaults.top_p=2", "job.defaults.top_p: expected a number in (0.0, 1.0]", "got 2"),
     ("bench.num_prompts=3", "bench.num_prompts: no such key or group", "allowed for batch"),
     ("hydra.searchpath=[/no/such/folder]", "hydra.searchpath", "/no/such/folder is not a folder that exists"),
@@ -142,6 +143,15 @@ def test_sampling_defaults_need_no_plus_sign():
         "stop": ["a", "b"],
     }
     assert load_config(["job.defaults.max_tokens=64"]).job.defaults == {"max_tokens": 64}
+
+
+def test_a_default_constraint_on_the_text_is_checked():
+    config = load_config(["job.defaults={structured: {choice: [a, b]}}"])
+    assert config.job.defaults == {"structured": {"choice": ["a", "b"]}}
+
+
+def test_the_degrade_plan_can_lower_the_budget_below_the_number_of_sequences():
+    assert SchedulerConfig(max_batched_tokens=64).max_sequences == 256
 
 
 def test_the_dataclasses_check_themselves_without_hydra():
