@@ -343,7 +343,11 @@ class Engine:
             sequence.logprobs.append(choice.logprobs)
             sequence.cumulative_logprob += choice.logprob or 0.0
         if sequence.grammar is not None and choice.token_id not in self._eos:
-            sequence.grammar.accept(choice.token_id)
+            try:
+                sequence.grammar.accept(choice.token_id)
+            except RequestError as error:
+                self._fail(request, error)
+                return
         self._stop_if_done(sequence, choice.token_id)
 
     def _stop_if_done(self, sequence: Sequence, token_id: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -142,7 +141,7 @@ class SamplingParams:
 
     def _real(self, name: str, low: float, high: float, open_low: bool = False) -> None:
         value = getattr(self, name)
-        bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+        bad = isinstance(value, bool) or not isinstance(value, (int, float)) or value != value
         if bad or value > high or value < low or (open_low and value == low):
             raise ValueError(f"{name}: expected a number in {'(' if open_low else '['}{low}, {high}], got {value!r}")
 
@@ -171,7 +170,7 @@ class SamplingParams:
                 token_id = int(token)
             except (TypeError, ValueError):
                 raise ValueError(f"logit_bias: expected token ids as keys, got {token!r}") from None
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if token_id < 0 or not number or not -100 <= value <= 100:
                 raise ValueError(f"logit_bias: expected id >= 0 and a number from -100 to 100, got {token!r}: {value!r}")
             clean[token_id] = float(value)
