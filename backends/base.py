@@ -87,7 +87,8 @@ class GroupTables:
     """Where the tokens of a step live in one KV group.
 
     slots: int64 [T], `block * block_size + offset` of each new token.
-    block_tables: int32 [S, B]; entries past a sequence's blocks, and those slid out of a window, are 0 (the null block).
+    block_tables: int32 [S, B]; entries past a sequence's blocks, and those slid out of a window, are 0 (the null
+        block).
     """
 
     slots: torch.Tensor

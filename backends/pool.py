@@ -34,7 +34,8 @@ class BlockPool:
     """All blocks of one KV group.
 
     Attributes:
-        data: uint8 [num_blocks, block_bytes]; in a block, layer after layer, keys then values, token by token.
+        data: uint8 [num_blocks, block_bytes]; in a block, layer after layer, keys then values, head after head,
+            token by token: what one head reads lies together.
         keys: layer -> [num_blocks, block_size, Hkv, D] view; values: the same with Dv.
     """
 
@@ -97,7 +98,7 @@ def layer_views(group: KVGroup, data: torch.Tensor) -> tuple[dict[int, torch.Ten
     for layer in group.layers:
         for views, size in ((keys, layer.head_dim), (values, layer.value_head_dim)):
             shape = (data.shape[0], group.block_size, layer.num_kv_heads, size)
-            strides = (typed.stride(0), layer.num_kv_heads * size, size, 1)
+            strides = (typed.stride(0), size, group.block_size * size, 1)
             views[layer.layer] = typed.as_strided(shape, strides, typed.storage_offset() + offset)
             offset += group.block_size * layer.num_kv_heads * size
     return keys, values

@@ -46,20 +46,22 @@ def attention(
     return out
 
 
-def _gather(
-    gather: Gather, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, scratch: Scratch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [C, Hkv, L, D] and values [C, Hkv, L, Dv] in `dtype`, zero where nothing is visible."""
-    gathered = []
-    for name, cache in (("keys", keys), ("values", values)):
-        _, block_size, heads, size = cache.shape
-        buffer = scratch.take(name, cache.dtype, len(gather.blocks), block_size * heads * size)
-        torch.index_select(cache.view(cache.shape[0], -1), 0, gather.blocks, out=buffer)
-        rows = buffer.view(-1, heads * size)
-        if len(gather.hidden):
-            rows.index_fill_(0, gather.hidden, 0)
-        gathered.append(rows.view(len(gather.positions), -1, heads, size).transpose(1, 2).to(dtype))
-    return gathered[0], gathered[1]
+def gather_kv(gather: Gather, cache: torch.Tensor, name: str, scratch: Scratch) -> torch.Tensor:
+    """[Hkv, C, L, D] from a cache [num_blocks, block_size, Hkv, D], zero where nothing is visible."""
+    _, block_size, heads, size = cache.shape
+    buffer = scratch.take(name, cache.dtype, heads * len(gather.blocks), block_size * size)
+    per_head = buffer.view(heads, len(gather.blocks), -1)
+    for head in range(heads):
+        source = cache[:, :, head]
+        if source.stride(1) == size or block_size == 1:  # the head's tokens lie together: one row a block
+            source = source.as_strided((len(cache), block_size * size), (source.stride(0), 1))
+            torch.index_select(source, 0, gather.blocks, out=per_head[head])
+        else:
+            per_head[head] = source[gather.blocks].flatten(1)
+    tokens = buffer.view(heads, -1, size)
+    if len(gather.hidden):
+        tokens.index_fill_(1, gather.hidden, 0)
+    return tokens.view(heads, len(gather.positions), -1, size)
 
 
 def _decode(
@@ -71,15 +73,12 @@ def _decode(
     scratch: Scratch,
     out: torch.Tensor,
 ) -> None:
-    k, v = _gather(decode.gather, keys, values, query.dtype, scratch)
-    count, kv_heads, length, _ = k.shape
-    rows = query[decode.tokens].view(count, kv_heads, -1, query.shape[-1])  # the heads of a group are query rows
-    if args.softcap is None and args.sinks is None:
-        mask = decode.additive_mask(query.dtype).expand(count, kv_heads, rows.shape[2], length)
-        mixed = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=args.scale)
-    else:
-        mixed = _softmax_attention(rows, k, v, decode.gather.visible[:, None, None, :], args)
-    mixed = mixed.reshape(count, -1, v.shape[-1])
+    k = gather_kv(decode.gather, keys, "keys", scratch).to(query.dtype)
+    v = gather_kv(decode.gather, values, "values", scratch).to(query.dtype)
+    kv_heads, count = k.shape[:2]
+    rows = query[decode.tokens].view(count, kv_heads, -1, query.shape[-1]).transpose(0, 1)  # a group's heads are rows
+    mixed = _softmax_attention(rows, k, v, decode.additive_mask(torch.float32), args)
+    mixed = mixed.transpose(0, 1).reshape(count, -1, v.shape[-1])
     if decode.blind is not None:
         mixed = mixed.masked_fill(decode.blind[:, None, None], 0)
     out[decode.tokens] = mixed
@@ -94,13 +93,14 @@ def _prefill(
     scratch: Scratch,
     out: torch.Tensor,
 ) -> None:
-    k, v = _gather(prefill.gather, keys, values, query.dtype, scratch)
-    _, kv_heads, length, size = k.shape
+    k = gather_kv(prefill.gather, keys, "keys", scratch).to(query.dtype)
+    v = gather_kv(prefill.gather, values, "values", scratch).to(query.dtype)
+    kv_heads, _, length, size = k.shape
     count, plain = prefill.last - prefill.first, args.softcap is None and args.sinks is None
     grouped = query[prefill.first : prefill.last].view(count, kv_heads, -1, size).permute(1, 2, 0, 3)
     result = out[prefill.first : prefill.last].view(count, kv_heads, grouped.shape[1], -1)
     if prefill.causal and plain:
-        k, v = (x[0, :, None, :count].expand(-1, grouped.shape[1], -1, -1) for x in (k, v))
+        k, v = (x[:, :, :count].expand(-1, grouped.shape[1], -1, -1) for x in (k, v))
         mixed = F.scaled_dot_product_attention(grouped, k, v, is_causal=True, scale=args.scale)
         result.copy_(mixed.permute(2, 0, 1, 3))
         return
@@ -115,12 +115,13 @@ def _prefill(
         visible = (positions[seen] <= at) & prefill.gather.visible[0, seen]
         if args.window is not None:
             visible &= positions[seen] > at - args.window
-        kt, vt = (x[0, :, None, seen].expand(-1, grouped.shape[1], -1, -1) for x in (k, v))
+        kt, vt = (x[:, :, seen].expand(-1, grouped.shape[1], -1, -1) for x in (k, v))
         rows = grouped[:, :, begin:end]
         if plain:
             mixed = F.scaled_dot_product_attention(rows, kt, vt, attn_mask=visible[None, None], scale=args.scale)
         else:
-            mixed = _softmax_attention(rows, kt, vt, visible[None, None], args, grouped_rows=False)
+            mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
+            mixed = _softmax_attention(rows, kt, vt, mask, args)
         blind = ~visible.any(1)
         if bool(blind.any()):
             mixed = mixed.masked_fill(blind[:, None], 0)
@@ -128,31 +129,23 @@ def _prefill(
 
 
 def _softmax_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    args: AttentionArgs,
-    grouped_rows: bool = True,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, args: AttentionArgs
 ) -> torch.Tensor:
-    """The same by hand, for soft caps and sinks, in float32.
+    """Attention by hand: for decodes, where it is faster than torch's fused one, and for soft caps and sinks.
 
-    query [C, Hkv, G, D] where the third axis is heads of a group (`grouped_rows`), or [Hkv, G, n, D]; visible
-    broadcasts against the scores [.., .., rows, L].
+    query [Hkv, C, G, D] over keys [Hkv, C, L, D] and values, mask float32 [C, 1, L]; or, for one sequence, query
+    [Hkv, G, n, D] over keys expanded to [Hkv, G, L, D], mask [n, L]. Softmax is in float32.
     """
-    scores = query.float() @ keys.float().transpose(-1, -2) * args.scale
+    scores = ((query * args.scale) @ keys.transpose(-1, -2)).float()
     if args.softcap is not None:
         scores = args.softcap * torch.tanh(scores / args.softcap)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    highest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    sinks = None
-    if args.sinks is not None:
-        kv_heads = keys.shape[1] if grouped_rows else keys.shape[0]
-        sinks = args.sinks.float().view(kv_heads, -1, 1)
-        sinks = sinks[None] if grouped_rows else sinks[..., None]
-        highest = torch.maximum(highest, sinks)
-    weights = torch.exp(scores - highest)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks - highest)
-    return ((weights / total) @ values.float()).to(query.dtype)
+    scores += mask
+    if args.sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        sinks = args.sinks.float().view(query.shape[0], 1, -1, 1)
+        sinks = sinks if mask.dim() == 3 else sinks.transpose(1, 2)
+        highest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+        weights = torch.exp(scores - highest)
+        weights = weights / (weights.sum(-1, keepdim=True) + torch.exp(sinks - highest))
+    return weights.to(values.dtype) @ values

@@ -99,7 +99,7 @@ class CpuBackend:
         """Causal attention of query [T, Hq, D]; returns [T, Hq, Dv]."""
         with out_of_memory_as_error():
             if self.exact:
-                return exact_attention(plan, group, layer, query, args)
+                return exact_attention(plan, group, layer, query, args, self._scratch)
             pool = plan.pools[group]
             plan_of_group = plan.group(group, args.window)
             return attention(plan_of_group, pool.keys[layer], pool.values[layer], query, args, self._scratch)

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from ..base import AttentionArgs
-from .plan import CpuPlan
+from .attention import Scratch, gather_kv
+from .plan import CpuPlan, Gather, gather_blocks
 
 ROWS = 16
 TOKENS = 64
@@ -27,19 +28,21 @@ class Job:
     """Sequences computed together: one with several query tiles, or C with one tile each, shortest first.
 
     rows: int64 [C, n, ROWS] flat (token * G + head of the group) rows of the step, -1 for padding;
-    at: int64 [C, n, ROWS] their positions (-1 for padding); blocks, offsets: int64 [C, L], L a multiple of TOKENS;
-    base: position of the first gathered token; visible: bool [C, L].
+    at: int64 [C, n, ROWS] their positions (-1 for padding); base: position of the first tile's first token;
+    skip: gathered tokens before `base`; visible: bool [C, L], L a multiple of TOKENS.
     """
 
     rows: torch.Tensor
     at: torch.Tensor
-    blocks: torch.Tensor
-    offsets: torch.Tensor
+    gather: Gather
     base: int
+    skip: int
     visible: torch.Tensor
 
 
-def exact_attention(plan: CpuPlan, group: int, layer: int, query: torch.Tensor, args: AttentionArgs) -> torch.Tensor:
+def exact_attention(
+    plan: CpuPlan, group: int, layer: int, query: torch.Tensor, args: AttentionArgs, scratch: Scratch
+) -> torch.Tensor:
     """Attention of query [T, Hq, D]; returns [T, Hq, Dv], computed in float32."""
     keys, values = plan.pools[group].keys[layer], plan.pools[group].values[layer]
     kv_heads, heads_per_group = keys.shape[2], query.shape[1] // keys.shape[2]
@@ -53,14 +56,15 @@ def exact_attention(plan: CpuPlan, group: int, layer: int, query: torch.Tensor, 
     out = query.new_zeros(kv_heads, query.shape[0] * heads_per_group, values.shape[-1])
     for job in plan.exact_jobs[name]:
         real = job.rows >= 0
-        mixed = _attend(job, keys, values, flat[:, job.rows.clamp(min=0)], args)
+        mixed = _attend(job, keys, values, flat[:, job.rows.clamp(min=0)], args, scratch)
         out[:, job.rows[real]] = mixed[:, real][..., : values.shape[-1]].to(query.dtype)
     out = out.view(kv_heads, query.shape[0], heads_per_group, -1)
     return out.transpose(0, 1).reshape(query.shape[0], query.shape[1], -1)
 
 
 def _pad_heads(x: torch.Tensor) -> torch.Tensor:
-    return F.pad(x, (0, -x.shape[-1] % HEAD_ALIGNMENT))
+    missing = -x.shape[-1] % HEAD_ALIGNMENT
+    return F.pad(x, (0, missing)) if missing else x  # F.pad copies even where it adds nothing
 
 
 def _jobs(plan: CpuPlan, group: int, window: int | None, heads_per_group: int) -> list[Job]:
@@ -90,28 +94,31 @@ def _job(plan: CpuPlan, group: int, sequences: list[int], window: int | None, he
         rows.append(F.pad(own, (0, missing), value=-1).view(-1, ROWS))
         positions.append(F.pad(at, (0, missing), value=-1).view(-1, ROWS))
     base = oldest // TOKENS * TOKENS
-    ends = torch.tensor([plan.lengths[s] for s in sequences])[:, None]
-    tokens = torch.arange(base, -(-int(ends.max()) // TOKENS) * TOKENS)[None]
+    ends = torch.tensor([plan.lengths[s] for s in sequences])
+    skip, length = base % block_size, -(-(int(ends.max()) - base) // TOKENS) * TOKENS
     tables = plan.batch.groups[group].block_tables[torch.tensor(sequences)].long()
-    columns = (tokens // block_size).clamp(max=tables.shape[1] - 1).expand(len(sequences), -1)
-    blocks = torch.where(tokens < ends, tables.gather(1, columns), 0)
-    offsets = (tokens % block_size).expand(len(sequences), -1)
-    return Job(torch.stack(rows), torch.stack(positions), blocks, offsets, base, blocks != 0)
+    starts = torch.full_like(ends, base)
+    gather = gather_blocks(tables, starts, ends, -(-(skip + length) // block_size), block_size)
+    visible = gather.visible[:, skip : skip + length]
+    return Job(torch.stack(rows), torch.stack(positions), gather, base, skip, visible)
 
 
-def _tiles(job: Job, cache: torch.Tensor) -> torch.Tensor:
-    """[Hkv, tiles, C, TOKENS, D] in float32, zero where nothing is visible."""
-    gathered = cache[job.blocks, job.offsets].float()  # [C, L, Hkv, D]
-    gathered = _pad_heads(gathered.masked_fill(~job.visible[:, :, None, None], 0))
-    count, length, kv_heads, size = gathered.shape
-    return gathered.view(count, length // TOKENS, TOKENS, kv_heads, size).permute(3, 1, 0, 2, 4).contiguous()
+def _tokens(job: Job, cache: torch.Tensor, name: str, scratch: Scratch) -> torch.Tensor:
+    """[Hkv, C, L, D] in float32, zero where nothing is visible."""
+    gathered = gather_kv(job.gather, cache, name, scratch)
+    return _pad_heads(gathered[:, :, job.skip : job.skip + job.visible.shape[1]].float())
 
 
 def _attend(
-    job: Job, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, args: AttentionArgs
+    job: Job,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query: torch.Tensor,
+    args: AttentionArgs,
+    scratch: Scratch,
 ) -> torch.Tensor:
     """query [Hkv, C, n, ROWS, D] -> [Hkv, C, n, ROWS, Dv padded]."""
-    k, v = _tiles(job, keys), _tiles(job, values)
+    k, v = _tokens(job, keys, "keys", scratch), _tokens(job, values, "values", scratch)
     kv_heads, sequences, tiles_per_sequence = query.shape[:3]
     entries = sequences * tiles_per_sequence
     query = query.reshape(kv_heads, entries, ROWS, -1)
@@ -123,7 +130,7 @@ def _attend(
     if args.sinks is not None:
         highest, total = _sink_start(job, args.sinks, kv_heads, highest)
     mixed = query.new_zeros(kv_heads, entries, ROWS, v.shape[-1])
-    for j in range(k.shape[1]):
+    for j in range(k.shape[2] // TOKENS):
         first_token = job.base + j * TOKENS
         tokens = torch.arange(first_token, first_token + TOKENS)
         begin = next((i for i in range(entries) if newest[i] >= first_token), entries)
@@ -139,13 +146,13 @@ def _attend(
         if args.window is not None:
             seen = seen & (tokens > at[begin:end] - args.window)
         window = slice(begin, end)
-        kj, vj = (x[:, j] if sequences > 1 else x[:, j].expand(-1, entries, -1, -1) for x in (k, v))
+        kj, vj = (x[:, :, j * TOKENS : (j + 1) * TOKENS].expand(-1, entries, -1, -1) for x in (k, v))
         scores = _product(query[:, window], kj[:, window].transpose(-1, -2)) * args.scale
         if args.softcap is not None:
             scores = args.softcap * torch.tanh(scores / args.softcap)
-        scores = scores.masked_fill(~seen, -torch.inf)
+        scores = scores.masked_fill_(~seen, -torch.inf)
         raised = torch.maximum(highest[:, window], scores.amax(-1, keepdim=True))
-        weights = torch.exp(scores - raised)
+        weights = scores.sub_(raised).exp_()
         fade = torch.exp(highest[:, window] - raised)
         total[:, window] = total[:, window] * fade + weights.sum(-1, keepdim=True)
         mixed[:, window] = mixed[:, window] * fade + _product(weights, vj[:, window])
@@ -156,7 +163,10 @@ def _attend(
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[Hkv, E, ROWS, x] times [Hkv, E, x, y], each matrix a product of its own; b may be expanded over E."""
-    return torch.stack([torch.bmm(x, y) for x, y in zip(a, b, strict=True)])
+    out = a.new_empty(*a.shape[:-1], b.shape[-1])
+    for head in range(a.shape[0]):
+        torch.bmm(a[head], b[head], out=out[head])
+    return out
 
 
 def _sink_start(job: Job, sinks: torch.Tensor, kv_heads: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

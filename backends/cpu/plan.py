@@ -42,10 +42,11 @@ class Decode:
     masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
     def additive_mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """[C, 1, 1, L], 0 where visible and -inf elsewhere."""
+        """[C, 1, L], 0 where visible and the dtype's lowest number elsewhere."""
         if dtype not in self.masks:
             mask = torch.zeros(self.gather.visible.shape, dtype=dtype)
-            self.masks[dtype] = mask.masked_fill_(~self.gather.visible, -torch.inf)[:, None, None, :]
+            lowest = torch.finfo(dtype).min
+            self.masks[dtype] = mask.masked_fill_(~self.gather.visible, lowest)[:, None, :]
         return self.masks[dtype]
 
 

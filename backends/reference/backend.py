@@ -66,7 +66,7 @@ class ReferenceBackend:
         """See `Backend.block_bytes`."""
         return padded_block_bytes(group, "reference")
 
-    def allocate_pool(self, group: KVGroup, num_blocks: int) -> BlockPool:
+    def allocate_pool(self, group: KVGroup, num_blocks: int) -> KVPool:
         """A zeroed pool. Raises OutOfMemory."""
         return allocate_pool(group, num_blocks, self.block_bytes(group), self.device, self.memory().free)
 
