@@ -12,6 +12,7 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+
 from pagefleet.runtime.compose import config_errors, explain, keep_text, register_resolvers, to_config
 from pagefleet.runtime.config import COMMANDS, Config, check_ready, result_shaping, suggestion
 from pagefleet.runtime.errors import ConfigError, PagefleetError

@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
 from pagefleet.runtime.config import (
     COMMANDS,
     LATER_PRECISIONS,

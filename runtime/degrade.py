@@ -13,7 +13,7 @@ _SMALLEST_BUDGET = 64
 
 
 def give_up_something(config: SchedulerConfig, reason: str) -> SchedulerConfig | None:
-    """A humbler configuration: first a smaller token budget, then fewer sequences. None if nothing is left to give up."""
+    """A humbler configuration: first a smaller token budget, then fewer sequences. None if nothing is left."""
     if config.max_batched_tokens > _SMALLEST_BUDGET:
         humbler = replace(config, max_batched_tokens=max(config.max_batched_tokens // 2, _SMALLEST_BUDGET))
         what = f"max_batched_tokens {config.max_batched_tokens} -> {humbler.max_batched_tokens}"

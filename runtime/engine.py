@@ -1,4 +1,4 @@
-"""Engine: add requests, step until nothing is left. A step is a transaction: plan, reserve, run, commit or roll back."""
+"""Engine: add requests, step until nothing is left. A step is a transaction: plan, run, commit or roll back."""
 
 from __future__ import annotations
 

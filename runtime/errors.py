@@ -52,4 +52,3 @@ class ConfigError(PagefleetError, ValueError):
 
 class ModelError(PagefleetError):
     """A model cannot be loaded or is refused by name; raised before weights are read where possible."""
-

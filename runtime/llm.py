@@ -127,6 +127,7 @@ class LLM:
             folder,
             dtype,
             self.backend,
+            exact=config.precision.exact,
             trust_remote_code=config.model.trust_remote_code,
             max_len=config.model.max_len,
         )
@@ -308,9 +309,10 @@ class LLM:
         if isinstance(prompt, Mapping):
             return self._encoded_mapping(prompt)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            if not all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+            ids = [t for t in prompt if isinstance(t, int) and not isinstance(t, bool)]
+            if len(ids) != len(prompt):
                 raise RequestError(ErrorCode.INVALID_TYPE, "a prompt list holds token ids; expected only integers")
-            return None, list(prompt), ""
+            return None, ids, ""
         kind = type(prompt).__name__
         raise RequestError(ErrorCode.INVALID_TYPE, f"prompt: expected a string, token ids or a dict, got {kind}")
 
@@ -327,8 +329,8 @@ class LLM:
         if "messages" in given or not given:
             message = f"prompt: expected one of prompt, prompt_token_ids, messages; got {given or 'none'}"
             raise RequestError(ErrorCode.MISSING_FIELD, message)
-        text, ids, _ = self._encoded(prompt[given[-1]])
-        return prompt.get("prompt", text), ids, salt
+        encoded, ids, _ = self._encoded(prompt[given[-1]])
+        return prompt.get("prompt", encoded), ids, salt
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

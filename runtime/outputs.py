@@ -9,7 +9,7 @@ from pagefleet.runtime.errors import ErrorCode
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of one token (raw: before penalties and temperature), its rank (1 is the most likely), its text."""
+    """Log-probability of one token (before penalties and temperature), its rank (1 is the most likely), its text."""
 
     logprob: float
     rank: int

@@ -172,6 +172,8 @@ class SamplingParams:
                 raise ValueError(f"logit_bias: expected token ids as keys, got {token!r}") from None
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if token_id < 0 or not number or not -100 <= value <= 100:
-                raise ValueError(f"logit_bias: expected id >= 0 and a number from -100 to 100, got {token!r}: {value!r}")
+                raise ValueError(
+                    f"logit_bias: expected id >= 0 and a number from -100 to 100, got {token!r}: {value!r}"
+                )
             clean[token_id] = float(value)
         object.__setattr__(self, "logit_bias", clean)

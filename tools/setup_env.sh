@@ -76,7 +76,7 @@ has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep
 refuse_cuda_build() {
     local report=$VENV/torch-report.json
     has_gpu && return
-    "$ENV_PYTHON" -m pip install --quiet --dry-run --ignore-installed --no-deps --report "$report" "$@" >/dev/null ||
+    "$ENV_PYTHON" -m pip install -qq --dry-run --ignore-installed --no-deps --report "$report" "$@" >/dev/null ||
         die "pip found no torch==$TORCH_VERSION for $("$ENV_PYTHON" --version); see its message above"
     "$ENV_PYTHON" - "$report" <<'PY' || exit 1
 import json, sys
@@ -99,8 +99,8 @@ install_torch() {
         return
     fi
     refuse_cuda_build "${wanted[@]}"
-    say "installing PyTorch $TORCH_VERSION"
-    "$ENV_PYTHON" -m pip install --quiet "${wanted[@]}" || die "PyTorch could not be installed (pip's message is above)"
+    say "installing PyTorch $TORCH_VERSION (a minute or more)"
+    "$ENV_PYTHON" -m pip install -qq --no-compile "${wanted[@]}" || die "PyTorch could not be installed (pip's message is above)"
 }
 
 setup_env() {
@@ -113,7 +113,7 @@ setup_env() {
     fi
     install_torch
     say "installing Pagefleet${extra:+ and what its '$extra' extra needs}"
-    "$ENV_PYTHON" -m pip install --quiet --editable "$ROOT${extra:+[$extra]}" "torch==$TORCH_VERSION" ||
+    "$ENV_PYTHON" -m pip install -qq --no-compile --editable "$ROOT${extra:+[$extra]}" "torch==$TORCH_VERSION" ||
         die "Pagefleet could not be installed (pip's message is above)"
     echo "$key" >"$stamp"
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from pagefleet.kernels import reference
 
 from ..base import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from pagefleet.kernels import reference
 
 from .. import host

@@ -103,7 +103,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Integrity check for when the engine is idle and for tests; AssertionError tells what is broken."""
-        free = []
+        free: list[int] = []
         block = self._next[NULL_BLOCK]
         while block != NULL_BLOCK:
             assert self._previous[self._next[block]] == block, f"free list is torn at block {block}"

@@ -174,12 +174,12 @@ class CacheManager:
         tails: list[int] = []
         if has_tail:
             for pool in self.pools:
-                block = pool.allocate(1)
-                if block is None:
+                tail = pool.allocate(1)
+                if tail is None:
                     for other, got in zip(self.pools, tails, strict=False):
                         other.release(got)
                     return False
-                tails.append(block[0])
+                tails.append(tail[0])
         child.tables = []
         for group, (pool, table) in enumerate(zip(self.pools, parent.tables, strict=True)):
             for block in table[:full]:
@@ -245,7 +245,8 @@ class CacheManager:
         window = self.windows[group]
         assert window is not None
         needed = self.blocks_for(window - 1)
-        end, run = length, []
+        end = length
+        run: list[int] = []
         index = length - 1
         while index >= 0 and len(run) < min(needed, end):
             block = self._lookup(group, sequence, index)

@@ -40,8 +40,8 @@ class JobEngine(Protocol):
     def step(self) -> list[RequestOutput]:
         """One step; the requests that finished in it."""
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request."""
+    def abort(self, request_id: str) -> bool:
+        """Drop a request; False if there is none of that id."""
 
     def metrics(self) -> Mapping[str, Any]:
         """Measures under the names of architecture.md."""

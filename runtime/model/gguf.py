@@ -44,8 +44,10 @@ def cached_checkpoint(gguf: Path, models: Path) -> Path:
                 logger.info("converting %s to a safetensors checkpoint in %s (once)", gguf, folder)
                 convert_gguf(gguf, folder)
     except OSError as error:
-        raise ModelError(f"{gguf} could not be converted into {folder}: {error}; set PAGEFLEET_HOME to a folder with "
-                         "room for the weights in fp32") from error
+        raise ModelError(
+            f"{gguf} could not be converted into {folder}: {error}; set PAGEFLEET_HOME to a folder with "
+            "room for the weights in fp32"
+        ) from error
     return folder
 
 

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from pagefleet.backends.base import AttentionArgs, Backend, KVGroup, LayerKV
 from pagefleet.runtime.errors import ModelError
 
-from .attention import PAGED, attending, set_attention
+from .attention import attending
 from .load import load_module
 from .probe import AttentionCall, record_attention
 from .self_test import SelfTest, eager_logits, run_self_test, test_sequences
@@ -77,9 +77,7 @@ class HFModel:
         return cls.from_module(module, backend, exact=exact, max_len=max_len)
 
     @classmethod
-    def from_module(
-        cls, module: Any, backend: Backend, exact: bool = False, max_len: int | None = None
-    ) -> HFModel:
+    def from_module(cls, module: Any, backend: Backend, exact: bool = False, max_len: int | None = None) -> HFModel:
         """Take over a causal transformers model: it is changed in place and belongs to the result.
 
         `exact` states what the backend was created with; the backend makes the linear layers exact.
@@ -112,7 +110,11 @@ class HFModel:
             raise ModelError(f"{type(module).__name__} is not supported: its self-test failed: {outcome.reason}")
         logger.info(
             "model %s: %d attention layers in %d KV groups, self-test passed in %.1f s: %s",
-            type(module).__name__, len(calls), len(model._group_windows), time.monotonic() - started, outcome.reason,
+            type(module).__name__,
+            len(calls),
+            len(model._group_windows),
+            time.monotonic() - started,
+            outcome.reason,
         )
         return model
 
@@ -227,8 +229,8 @@ def _base_model(module: Any) -> Any:
     base = module._modules.get(module.base_model_prefix)
     if base is None:
         raise ModelError(
-            f"{type(module).__name__} is not supported: it has no decoder under '{module.base_model_prefix}' that could "
-            "run apart from its head"
+            f"{type(module).__name__} is not supported: it has no decoder under '{module.base_model_prefix}' that "
+            "could run apart from its head"
         )
     return base
 

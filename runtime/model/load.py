@@ -61,13 +61,17 @@ def resolve_checkpoint(path: str | Path, revision: str | None = None) -> Path:
     given = Path(path).expanduser()
     if given.is_file():
         if given.suffix != ".gguf":
-            raise ModelError(f"{given} is not a checkpoint; expected a folder with config.json and .safetensors, or a .gguf file")
+            raise ModelError(
+                f"{given} is not a checkpoint; expected a folder with config.json and .safetensors, or a .gguf file"
+            )
         return cached_checkpoint(given, cache_home() / "models")
     if given.is_dir():
         return _from_folder(given)
     if _HUB_ID.fullmatch(str(path)) and given.suffix not in (".gguf", ".safetensors", ".bin"):
         return _from_hub(str(path), revision)
-    raise ModelError(f"{given} does not exist; expected a checkpoint folder, a .gguf file or a hub id like 'owner/name'")
+    raise ModelError(
+        f"{given} does not exist; expected a checkpoint folder, a .gguf file or a hub id like 'owner/name'"
+    )
 
 
 def _from_folder(folder: Path) -> Path:
@@ -155,11 +159,12 @@ def load_module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = F
         raise ModelError(f"{folder}: its config.json cannot be used: {_first_line(error)}") from error
     check_supported(config)
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
         )
     except Exception as error:
         raise ModelError(f"{folder}: {config.model_type} cannot be loaded: {_first_line(error)}") from error
+    module, report = loaded
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if found := sorted(map(str, report.get(problem) or ())):
             shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

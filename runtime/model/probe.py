@@ -56,7 +56,7 @@ class _Recorder:
     def mask(self, *args: Any, mask_function: Callable[..., torch.Tensor], **kwargs: Any) -> torch.Tensor:
         window = measure_window(mask_function)
         kwargs.pop("allow_is_bidirectional_skip", None)
-        made = eager_mask(*args, mask_function=mask_function, **kwargs)
+        made = eager_mask(*args, **kwargs | {"mask_function": mask_function})
         self.masks.append((made, window))
         return made
 
@@ -152,8 +152,10 @@ def record_attention(module: Any, run: Callable[[torch.Tensor, torch.Tensor], An
     except ModelError as error:
         raise ModelError(f"{name} is not supported: {error}") from error
     except Exception as error:
-        raise ModelError(f"{name} is not supported: it cannot run on flat tokens without a cache of its own "
-                         f"({type(error).__name__}: {error})") from error
+        raise ModelError(
+            f"{name} is not supported: it cannot run on flat tokens without a cache of its own "
+            f"({type(error).__name__}: {error})"
+        ) from error
     finally:
         _recorder.pop()
     if not recorder.calls:
@@ -185,7 +187,9 @@ def measure_window(mask_function: Callable[..., torch.Tensor]) -> int | None:
             reach = low
         for q in queries:
             inside = sorted({q - min(reach, q) * step // 97 for step in range(98)})
-            if not bool(sees(q, inside).all()) or (q > reach and bool(sees(q, [q - reach - 1, 0]).any()) and reach < _FAR):
+            if not bool(sees(q, inside).all()) or (
+                q > reach and bool(sees(q, [q - reach - 1, 0]).any()) and reach < _FAR
+            ):
                 raise ModelError("what its mask shows is not simply the last so many tokens (chunks or blocks)")
     except (IndexError, RuntimeError, TypeError) as error:
         raise ModelError(f"its mask depends on more than positions ({error})") from error

@@ -32,8 +32,16 @@ _LAYER_REASONS = {
     "indexed_attention": _SPARSE,
 }
 # Attributes that only architectures with a state have.
-_STATE_ATTRIBUTES = ("mamba_d_state", "mamba_d_conv", "mamba_expand", "ssm_state_size", "linear_conv_kernel_dim",
-                     "conv_L_cache", "rwkv", "lru_width")
+_STATE_ATTRIBUTES = (
+    "mamba_d_state",
+    "mamba_d_conv",
+    "mamba_expand",
+    "ssm_state_size",
+    "linear_conv_kernel_dim",
+    "conv_L_cache",
+    "rwkv",
+    "lru_width",
+)
 _STATE_FAMILIES = frozenset({"rwkv", "xlstm", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "minimax", "jamba"})
 _NO_CAUSAL_MASK = {
     "xlnet": "its permutation masks carry meaning",

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 import llguidance
 import numpy as np
 import torch
+from torch import Tensor
+
 from pagefleet.runtime.errors import ErrorCode, RequestError
 from pagefleet.runtime.sampling_params import StructuredOutput
 from pagefleet.runtime.text.tokenizer import Tokenizer
-from torch import Tensor
 
 _CACHED = 256
 # JSON allows any amount of white space between tokens, and small models then write nothing else until max_tokens.

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from pagefleet.runtime.outputs import Logprob
 from torch import Tensor
+
+from pagefleet.runtime.outputs import Logprob
 
 
 def token_logprobs(logits: Tensor, token_id: int, k: int) -> dict[int, Logprob]:

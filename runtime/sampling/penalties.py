@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from pagefleet.runtime.errors import ErrorCode, RequestError
 from pagefleet.runtime.sampling_params import SamplingParams
 from pagefleet.runtime.text.tokenizer import Tokenizer
-from torch import Tensor
 
 _NEVER = float("-inf")
 

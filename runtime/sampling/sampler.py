@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from pagefleet.runtime.errors import ErrorCode, RequestError
 from pagefleet.runtime.outputs import Logprob
 from pagefleet.runtime.sampling import penalties
@@ -21,7 +23,6 @@ from pagefleet.runtime.sampling.grammar import Grammar
 from pagefleet.runtime.sampling.logprobs import token_logprobs
 from pagefleet.runtime.sampling.noise import draw_key, exponential
 from pagefleet.runtime.sampling_params import SamplingParams
-from torch import Tensor
 
 logger = logging.getLogger(__name__)
 

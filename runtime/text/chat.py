@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
+
 from pagefleet.runtime.errors import ErrorCode, RequestError
 from pagefleet.runtime.text.tokenizer import Tokenizer, check_text
 

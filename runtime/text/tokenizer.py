@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+
 from pagefleet.runtime.errors import ErrorCode, ModelError, RequestError
 
 

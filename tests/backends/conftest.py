@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from pagefleet.backends import registry
 from pagefleet.backends.base import (
     AttentionArgs,

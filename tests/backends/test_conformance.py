@@ -10,9 +10,10 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
+
 from pagefleet.backends import registry
 from pagefleet.backends.base import BackendError, BackendOptions, KVGroup, LayerKV, OutOfMemory
-from torch import nn
 
 LENGTHS = [40, 1, 17, 130, 16, 15, 33, 64]
 # (sequence, first new position, end): fresh prompts, chunks behind a cached prefix, decodes, nothing at all

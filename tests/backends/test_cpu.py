@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
 from pagefleet.backends import pool
 from pagefleet.backends.base import KVGroup, LayerKV, OutOfMemory
 from pagefleet.backends.cpu import attention, plan
 from pagefleet.backends.cpu.linear import can_pack
-from torch import nn
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 
 import psutil
 import pytest
+
 from pagefleet.backends import host
 
 GIB = 1 << 30

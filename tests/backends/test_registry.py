@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from importlib.metadata import EntryPoint
 
-import pagefleet.backends
 import pytest
+
+import pagefleet.backends
 from pagefleet.backends import registry
 from pagefleet.backends.base import BackendError, BackendOptions
 

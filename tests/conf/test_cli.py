@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from omegaconf import OmegaConf
+
 from pagefleet.runtime import cli
 from pagefleet.runtime.errors import ConfigError, ModelError
 

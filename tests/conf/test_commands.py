@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from pagefleet.runtime import cli
 from pagefleet.runtime.bench import measure, percentiles, random_prompts
 from pagefleet.runtime.compose import load_config

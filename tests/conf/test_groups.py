@@ -5,6 +5,7 @@ from importlib.resources import files
 
 import pytest
 from omegaconf import OmegaConf
+
 from pagefleet.runtime.compose import leaf_types, load_config
 from pagefleet.runtime.config import COMMANDS, BenchConfig, Config, JobConfig, check_ready, result_shaping
 from pagefleet.runtime.errors import ConfigError

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pagefleet.runtime.errors import ModelError
 from pagefleet.runtime.memory_plan import (
     GroupBudget,

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from pagefleet.runtime.compose import load_config
 from pagefleet.runtime.config import CacheConfig, SchedulerConfig, check_ready, installed_backends
 from pagefleet.runtime.errors import ConfigError

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from pagefleet.runtime.config import Config
 from pagefleet.runtime.job import run_job
 

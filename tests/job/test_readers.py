@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+
 from pagefleet.runtime.job import readers
 
 ROWS = [{"id": f"r{i}", "prompt": f"p{i}", "max_tokens": 5} for i in range(500)]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from pagefleet.runtime.errors import ModelError
 from pagefleet.runtime.job.journal import Journal, JournalError, seal, unseal
 

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+
 from pagefleet.kernels.reference import copy_blocks, paged_attention, write_kv
 
 

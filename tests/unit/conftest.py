@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from pagefleet.runtime.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
+
+from pagefleet.runtime.text.tokenizer import Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Hey there, how are you today?",

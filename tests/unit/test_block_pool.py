@@ -8,6 +8,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pagefleet.runtime.cache.block_pool import BlockPool
 from pagefleet.runtime.cache.manager import CacheManager
 from pagefleet.runtime.cache.prefix import block_hash, root_hash

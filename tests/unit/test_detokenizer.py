@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pagefleet.runtime.text.detokenizer import Detokenizer
 from tokenizers.decoders import DecodeStream
+
+from pagefleet.runtime.text.detokenizer import Detokenizer
 
 MIXED = "Hey 안녕하세요 🌶👩‍👩‍👧 naïve\ncafé 한국어 뷁쉚 🍕🦜"
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
 from pagefleet.backends.base import OutOfMemory
 from pagefleet.runtime import LLM, SamplingParams, StructuredOutput
 from pagefleet.runtime.errors import ErrorCode
 from pagefleet.runtime.text.tokenizer import Tokenizer
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[(7 * i + j * j) % 250 + 5 for j in range(n)] for i, n in enumerate((3, 17, 1, 40, 9, 33, 8, 25))]
@@ -131,7 +132,9 @@ def test_exact_mode_gives_bit_identical_logprobs_in_any_company(llama: str, make
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
     llm = make(llama, exact=True)
     together = llm.generate(PROMPTS, params)
-    alone = [make(llama, exact=True, max_num_batched_tokens=4, max_num_seqs=2).generate([p], params)[0] for p in PROMPTS]
+    alone = [
+        make(llama, exact=True, max_num_batched_tokens=4, max_num_seqs=2).generate([p], params)[0] for p in PROMPTS
+    ]
     for a, b in zip(together, alone, strict=True):
         assert a.outputs[0].cumulative_logprob == b.outputs[0].cumulative_logprob
 

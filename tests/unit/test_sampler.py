@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from pagefleet.runtime.errors import ErrorCode
 from pagefleet.runtime.sampling.grammar import GrammarFactory
 from pagefleet.runtime.sampling.sampler import Sampler, SamplingRow

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from pagefleet.runtime import SamplingParams, StructuredOutput
 
 IMPOSSIBLE: list[tuple[str, Any]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from pagefleet.runtime.errors import ErrorCode, RequestError
 from pagefleet.runtime.sampling.logprobs import prompt_logprobs, token_logprobs
 from pagefleet.runtime.sampling.noise import draw_key, exponential

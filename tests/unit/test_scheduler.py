@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pagefleet.runtime.cache.manager import CacheManager
 from pagefleet.runtime.config import SchedulerConfig
 from pagefleet.runtime.request import Request, Sequence, Status

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 
 import pytest
+from tokenizers.processors import TemplateProcessing
+
 from pagefleet.runtime.errors import ErrorCode, RequestError
 from pagefleet.runtime.text.chat import render_chat
 from pagefleet.runtime.text.tokenizer import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 USER = {"role": "user", "content": "Hey 한국어"}
 NO_BOS = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

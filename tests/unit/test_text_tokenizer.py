@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from pagefleet.runtime.errors import ErrorCode, ModelError, RequestError
 from pagefleet.runtime.text.tokenizer import Tokenizer
 
