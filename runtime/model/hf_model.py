@@ -211,7 +211,20 @@ class _GivenHidden(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """What a decoder returns."""
-        return MoeModelOutputWithPast(last_hidden_state=self._hidden)
+        return _HeadInput(last_hidden_state=self._hidden)
+
+    @property
+    def decoder(self) -> _GivenHidden:
+        """OPT's head calls `model.decoder` rather than `model`."""
+        return self
+
+
+class _HeadInput(MoeModelOutputWithPast):
+    """A decoder's output in which whatever else a head passes on (cross-attentions, ...) is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
 
 
 def _head_alone(module: Any) -> Any:
