@@ -196,7 +196,7 @@ def test_exact_attention_gives_the_same_bits_however_a_sequence_is_run(make_back
     sinks = torch.linspace(-1, 1, case["heads"])
     args = args_of(case["size"], window=case.get("window"), softcap=3.0, sinks=sinks)
     plain = args_of(case["size"], window=case.get("window"))
-    for settings in (args, plain):
+    for settings in (args, plain) if case["size"] == 64 else (plain,):
         alone = None
         for block_size, threads, chunks in [
             (16, 1, [97]),
