@@ -15,6 +15,6 @@ with `<output>.summary.json` beside it.
 This package imports nothing heavy; the engine comes from the factory that `run_job` is given.
 """
 
-from pagefleet.runtime.job.batch_job import JobEngine, default_shaping, run_job
+from pagefleet.runtime.job.batch_job import JobEngine, run_job
 
-__all__ = ["JobEngine", "default_shaping", "run_job"]
+__all__ = ["JobEngine", "run_job"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from pagefleet.runtime.config import Config
+from pagefleet.runtime.config import result_shaping as config_shaping
 from pagefleet.runtime.errors import ConfigError, PagefleetError, RequestError
 from pagefleet.runtime.job import fields
 from pagefleet.runtime.job.assemble import write_output
@@ -30,26 +30,12 @@ from pagefleet.runtime.job.rows import Form, Row, RowParser, detect_form, model_
 from pagefleet.runtime.job.signals import EXIT_INTERRUPTED, Interrupts
 from pagefleet.runtime.job.strict_json import parse_json
 
-__all__ = ["JobEngine", "default_shaping", "run_job"]
+__all__ = ["JobEngine", "run_job"]
 
 EXIT_GOOD, EXIT_FAILED, EXIT_REFUSED, EXIT_SOME_ERRORS = 0, 1, 2, 3
 _FORM_PROBE_ROWS = 1000
 _RESUME = "run the same command again to resume"
 _log = logging.getLogger(__name__)
-
-
-def default_shaping(config: Config) -> dict[str, Any]:
-    """The configuration values that results depend on, flat, by their CLI names."""
-    cache = {name: getattr(config.cache, name) for name in ("dtype", "quant_group_size", "window", "sink_tokens")}
-    groups: dict[str, Mapping[str, Any]] = {
-        "model": dataclasses.asdict(config.model),
-        "backend": {"name": config.backend.name},
-        "precision": dataclasses.asdict(config.precision),
-        "cache": cache,
-        "job": {"defaults": dict(config.job.defaults)},
-    }
-    flat = {f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}
-    return {**flat, "seed": config.seed}
 
 
 def run_job(
@@ -66,7 +52,7 @@ def run_job(
     Args:
         llm_factory: makes the engine; called only when a row is left to compute.
         result_shaping: JSON-able values that results depend on; a resume with other values is refused. Default:
-            `default_shaping(config)`.
+            `config.result_shaping`.
         served_names: further names that rows may give as `model`.
         stdout, stderr: where the summary, and everything else, is shown.
 
@@ -75,7 +61,7 @@ def run_job(
         anything else. After 130 and 1 every finished row is in the journal and the same command resumes.
     """
     stderr = stderr or sys.stderr
-    shaping = default_shaping(config) if result_shaping is None else result_shaping
+    shaping = config_shaping(config) if result_shaping is None else result_shaping
     with Interrupts() as interrupts:
         job = _Job(config, llm_factory, shaping, served_names, interrupts, stdout or sys.stdout, stderr)
         try:
