@@ -11,6 +11,8 @@ TORCH_VERSION=2.13.0
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${PAGEFLEET_VENV:-$ROOT/.venv}
 ENV_PYTHON=$VENV/bin/python
+# threads that spin at barriers starve each other when something else uses a core
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 say() { printf '\n== %s\n' "$*" >&2; }
