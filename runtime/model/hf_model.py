@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pagefleet.backends.base import AttentionArgs, Backend, KVGroup, LayerKV
@@ -194,9 +195,18 @@ class _PagedStep:
 class _GivenHidden(nn.Module):
     """Stands for the decoder in a copy of the causal model, so that only its head runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self._hidden: torch.Tensor | None = None
+        self.__dict__["_base"] = base  # not a child module
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a head asks of its decoder; where it calls a decoder inside the decoder, that is this one."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = getattr(self.__dict__["_base"], name)
+            return self if isinstance(found, PreTrainedModel) else found
 
     def giving(self, hidden: torch.Tensor) -> _GivenHidden:
         """Give `hidden` [1, L, H] inside a with block."""
@@ -232,7 +242,7 @@ def _head_alone(module: Any) -> Any:
     head = copy.copy(module)
     head.__dict__ = dict(module.__dict__)
     head._modules = dict(module._modules)
-    stub = _GivenHidden()
+    stub = _GivenHidden(_base_model(module))
     head._modules[module.base_model_prefix] = stub
     head.__dict__["pagefleet_given"] = stub
     return head

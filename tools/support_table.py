@@ -1,0 +1,207 @@
+"""Try every causal architecture of the installed transformers and write tools/SUPPORT.md.
+
+    python tools/support_table.py [MODEL_TYPE ...] [--output tools/SUPPORT.md] [--timeout 90]
+
+Each architecture is made small by shrinking its default configuration, filled with random weights, loaded as any model
+is and self-tested on the reference backend, in a process of its own. With model types given, only prints their rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+_MAX_PARAMETERS = 60_000_000
+
+# What names of a configuration mean, and how small they are made; the first match counts.
+_SMALL: tuple[tuple[tuple[str, ...], int], ...] = (
+    (("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"), 4),
+    (("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim", "n_embed", "emb_dim"), 64),
+    (("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "d_ff", "feed_forward_size"), 96),
+    (("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_heads"), 4),
+    (("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
+    (("head_dim", "global_head_dim", "swa_head_dim", "attention_head_dim"), 16),
+    (("vocab_size", "vocab_size_per_layer_input"), 160),
+    (("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    (("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    (("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token"), 2),
+    (("n_group", "topk_group"), 1),
+    (("q_lora_rank", "kv_lora_rank"), 16),
+    (("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    (("first_k_dense_replace", "num_kv_shared_layers", "num_dense_layers"), 1),
+    (("hidden_size_per_layer_input", "laurel_rank", "rotary_dim"), 8),
+    (("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 512),
+)
+
+
+def shrink(config: Any) -> Any:
+    """The same architecture, small: sizes by name, per-layer lists cut to the new number of layers."""
+    layers_before = getattr(config, "num_hidden_layers", None)
+    changes: dict[str, Any] = {}
+    for names, small in _SMALL:
+        for name in names:
+            value = getattr(config, name, None)
+            if isinstance(value, bool) or name in changes:
+                continue
+            if isinstance(value, int):
+                changes[name] = min(small, value) if value > 0 else value
+            elif isinstance(value, list) and value and all(isinstance(v, int) for v in value):
+                changes[name] = [min(small, v) for v in value[:4]]
+    for name in ("sliding_window", "window_size", "attention_window"):
+        if isinstance(getattr(config, name, None), int) and getattr(config, name) > 0:
+            changes[name] = 6
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value >= changes.get("vocab_size", 160):
+            changes[name] = None if name != "pad_token_id" else 0
+        elif isinstance(value, list):
+            changes[name] = None
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and layers_before and len(value) == layers_before and name not in changes:
+            changes[name] = _representative(value, 4)
+    if "rope_parameters" in config.to_dict() and getattr(config, "mrope_section", None):
+        changes.pop("rope_parameters", None)
+    made = {**_plain(config), **changes}
+    return type(config)(**made)
+
+
+def _representative(per_layer: list[Any], count: int) -> list[Any]:
+    """The first `count` layers, the last of them replaced by a kind that would otherwise be missing."""
+    kept = per_layer[:count]
+    missing = [v for v in per_layer if v not in kept]
+    return [*kept[:-1], missing[0]] if missing else kept
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    drop = {"architectures", "transformers_version", "model_type", "_name_or_path", "dtype", "torch_dtype"}
+    return {k: v for k, v in config.to_dict().items() if k not in drop and not k.startswith("_")}
+
+
+def examine(model_type: str) -> tuple[str, str]:
+    """(outcome, reason) of one architecture: works, refused, or untried."""
+    import torch
+    from pagefleet.backends import registry
+    from pagefleet.backends.base import BackendOptions
+    from pagefleet.runtime.errors import ModelError
+    from pagefleet.runtime.model.hf_model import HFModel
+    from pagefleet.runtime.model.support import check_supported
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        whole = AutoConfig.for_model(model_type)
+    except Exception as error:
+        return "untried", f"its default configuration cannot be made: {_short(error)}"
+    try:
+        check_supported(whole)
+    except ModelError as error:
+        return "refused", _short(error)
+    try:
+        config = shrink_composite(whole)
+        with torch.device("meta"):
+            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        if size > _MAX_PARAMETERS:
+            return "untried", f"a small one could not be made from its default configuration ({size:.1e} weights)"
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        return "untried", f"a small one could not be made from its default configuration: {_short(error)}"
+    _spread(module)
+    try:
+        HFModel.from_module(module, registry.create("reference", BackendOptions(threads=1)))
+    except ModelError as error:
+        return "refused", _short(error)
+    except Exception as error:
+        return "refused", f"{type(error).__name__}: {_short(error)}"
+    return "works", ""
+
+
+def shrink_composite(config: Any) -> Any:
+    """`shrink`, for the text part of a configuration that has others."""
+    text = config.get_text_config(decoder=True)
+    return shrink(text if text is not config else config)
+
+
+def _spread(module: Any) -> None:
+    """Random weights wide enough that attention matters."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn_like(parameter)
+            if parameter.dim() < 2:
+                parameter.add_(0.1 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+
+
+def _short(error: Exception) -> str:
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].replace("|", "/")
+    return line if len(line) < 220 else line[:217] + "..."
+
+
+def in_own_process(model_type: str, timeout: float) -> tuple[str, str]:
+    """`examine` where a crash or a hang cannot hurt."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", model_type]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=_HERE)
+    except subprocess.TimeoutExpired:
+        return "untried", f"took more than {timeout:g} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith('["')]
+    if not lines:
+        return "untried", f"its process died with status {done.returncode}"
+    outcome, reason = json.loads(lines[-1])
+    return outcome, reason
+
+
+def table(rows: list[tuple[str, str, str]]) -> str:
+    """The Markdown file."""
+    import torch
+    import transformers
+
+    counts = {name: sum(1 for _, outcome, _ in rows if outcome == name) for name in ("works", "refused", "untried")}
+    head = f"""# Which architectures run
+
+Made by `python tools/support_table.py` with transformers {transformers.__version__} and torch
+{torch.__version__.split("+")[0]}: every model type of `AutoModelForCausalLM`, shrunk, with random weights, through the
+self-test that every model passes at load. **works**: packed and chunked over a paged cache equals the model's own eager
+attention in fp32. **refused**: loading it is an error that says this. **untried**: the table's maker could not build a
+small one; loading a real one decides.
+
+{counts["works"]} work, {counts["refused"]} are refused, {counts["untried"]} are untried.
+
+| model type | outcome | why |
+|---|---|---|
+"""
+    return head + "".join(f"| {name} | {outcome} | {reason} |\n" for name, outcome, reason in rows)
+
+
+def main() -> int:
+    """Write the table, or print the rows asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model_types", nargs="*")
+    parser.add_argument("--output", type=Path, default=_HERE / "SUPPORT.md")
+    parser.add_argument("--timeout", type=float, default=90)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(examine(options.model_types[0])))
+        return 0
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    rows = []
+    for name in options.model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        rows.append((name, *in_own_process(name, options.timeout)))
+        print(*rows[-1], sep="\t", flush=True)
+    if not options.model_types:
+        options.output.write_text(table(rows), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
