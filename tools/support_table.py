@@ -9,8 +9,7 @@ is and self-tested on the reference backend, in a process of its own. With model
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,10 @@ _MAX_PARAMETERS = 60_000_000
 _SMALL: tuple[tuple[tuple[str, ...], int], ...] = (
     (("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"), 4),
     (("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim", "n_embed", "emb_dim"), 64),
-    (("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "d_ff", "feed_forward_size"), 96),
+    (
+        ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "d_ff", "feed_forward_size"),
+        96,
+    ),
     (("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_heads"), 4),
     (("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
     (("head_dim", "global_head_dim", "swa_head_dim", "attention_head_dim"), 16),
@@ -146,17 +148,28 @@ def _short(error: Exception) -> str:
 
 
 def in_own_process(model_type: str, timeout: float) -> tuple[str, str]:
-    """`examine` where a crash or a hang cannot hurt."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", model_type]
+    """`examine` where a crash or a hang cannot hurt; forked where the system can, as imports take seconds."""
+    methods = multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_examine_into, args=(model_type, sending))
+    process.start()
+    sending.close()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=_HERE)
-    except subprocess.TimeoutExpired:
-        return "untried", f"took more than {timeout:g} s"
-    lines = [line for line in done.stdout.splitlines() if line.startswith('["')]
-    if not lines:
-        return "untried", f"its process died with status {done.returncode}"
-    outcome, reason = json.loads(lines[-1])
-    return outcome, reason
+        if not receiving.poll(timeout):
+            return "untried", f"took more than {timeout:g} s"
+        outcome, reason = receiving.recv()
+        return outcome, reason
+    except EOFError:
+        process.join()
+        return "untried", f"its process died with status {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _examine_into(model_type: str, sending: Any) -> None:
+    sending.send(examine(model_type))
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
@@ -187,13 +200,12 @@ def main() -> int:
     parser.add_argument("model_types", nargs="*")
     parser.add_argument("--output", type=Path, default=_HERE / "SUPPORT.md")
     parser.add_argument("--timeout", type=float, default=90)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        print(json.dumps(examine(options.model_types[0])))
-        return 0
+    import pagefleet.runtime.model.hf_model  # noqa: F401  (before forking)
+    import torch
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    torch.set_num_threads(1)  # a process with other threads cannot be forked safely
     rows = []
     for name in options.model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         rows.append((name, *in_own_process(name, options.timeout)))
