@@ -87,12 +87,13 @@ def _plain(config: Any) -> dict[str, Any]:
 def examine(model_type: str) -> tuple[str, str]:
     """(outcome, reason) of one architecture: works, refused, or untried."""
     import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     from pagefleet.backends import registry
     from pagefleet.backends.base import BackendOptions
     from pagefleet.runtime.errors import ModelError
     from pagefleet.runtime.model.hf_model import HFModel
     from pagefleet.runtime.model.support import check_supported
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -201,9 +202,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=_HERE / "SUPPORT.md")
     parser.add_argument("--timeout", type=float, default=90)
     options = parser.parse_args()
-    import pagefleet.runtime.model.hf_model  # noqa: F401  (before forking)
     import torch
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    import pagefleet.runtime.model.hf_model  # noqa: F401  (before forking)
 
     torch.set_num_threads(1)  # a process with other threads cannot be forked safely
     rows = []
