@@ -8,6 +8,7 @@ them come from the same 16-bit original).
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -15,8 +16,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pagefleet.runtime.errors import ModelError
 
@@ -60,11 +64,11 @@ def convert_gguf(gguf: str | Path, folder: str | Path) -> Path:
         ModelError: not a GGUF file, or one that transformers cannot read.
     """
     gguf, folder = Path(gguf), Path(folder)
-    dtype = _target_dtype(gguf)
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _write(gguf, work, dtype)
+        with _read_once(gguf) as reader:
+            _write(gguf, work, _target_dtype(reader))
         if folder.is_dir() and not _complete(folder):
             shutil.rmtree(folder)
         os.chmod(work, 0o755)
@@ -100,14 +104,41 @@ def _write(gguf: Path, folder: Path, dtype: str) -> None:
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-def _target_dtype(gguf: Path) -> str:
-    from gguf import GGMLQuantizationType, GGUFReader
+@contextmanager
+def _read_once(path: Path) -> Iterator[Any]:
+    """The reader of a GGUF file, given to transformers too, which would parse the file three times more.
+
+    Parsing takes most of a conversion: gguf goes through every token and merge in Python, over a memory map whose
+    slices are costly to make, and builds its table of tensor names anew for each module.
+    """
+    gguf: Any = importlib.import_module("gguf")
+
+    class PlainReader(gguf.GGUFReader):
+        def _get(self, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self.data, np.memmap):
+                self.data = np.asarray(self.data)
+            return super()._get(*args, **kwargs)
 
     try:
-        tensors = GGUFReader(gguf).tensors
+        reader = PlainReader(path)
     except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ModelError(f"{gguf}: not a GGUF file, or cut short ({error}); fetch it again") from error
-    kinds = {tensor.tensor_type for tensor in tensors if len(tensor.shape) > 1}
+        raise ModelError(f"{path}: not a GGUF file, or cut short ({error}); fetch it again") from error
+    real_reader, real_names = gguf.GGUFReader, gguf.get_tensor_name_map
+
+    def same_reader(wanted: Any, *args: Any, **kwargs: Any) -> Any:
+        return reader if os.path.samefile(wanted, path) else real_reader(wanted, *args, **kwargs)
+
+    gguf.GGUFReader, gguf.get_tensor_name_map = same_reader, lru_cache(real_names)
+    try:
+        yield reader
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = real_reader, real_names
+
+
+def _target_dtype(reader: Any) -> str:
+    from gguf import GGMLQuantizationType
+
+    kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
     if kinds == {GGMLQuantizationType.F16}:
         return "float16"
     return "bfloat16" if kinds == {GGMLQuantizationType.BF16} else "float32"

@@ -94,13 +94,12 @@ class HFModel:
         module = module.eval().requires_grad_(False).to(device)
         if module._can_set_experts_implementation():
             module.set_experts_implementation("eager")  # grouped products pick kernels by the rows of other sequences
-        limit = length_limit(module.config, max_len)
         base = _base_model(module)
         extra = _forward_arguments(base)
         calls = record_attention(
             module, lambda ids, at: base(input_ids=ids, position_ids=at, **extra).last_hidden_state, device
         )
-        model = cls(module, backend, calls, limit)
+        model = cls(module, backend, calls, length_limit(module.config, max_len))
         sequences = test_sequences(model)
         expected = eager_logits(model, sequences)  # before the backend touches the weights: it is under test too
         backend.prepare_model(module)

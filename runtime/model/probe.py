@@ -50,11 +50,14 @@ class AttentionCall:
 class _Recorder:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
-        self.masks: list[tuple[torch.Tensor, int | None]] = []
+        self.masks: list[tuple[torch.Tensor, int | ModelError | None]] = []
         self._keys: list[tuple[torch.Tensor, torch.Tensor]] = []  # kept alive, so that addresses stay unique
 
     def mask(self, *args: Any, mask_function: Callable[..., torch.Tensor], **kwargs: Any) -> torch.Tensor:
-        window = measure_window(mask_function)
+        try:
+            window: int | ModelError | None = measure_window(mask_function)
+        except ModelError as error:  # it matters only if a layer uses this mask
+            window = error
         kwargs.pop("allow_is_bidirectional_skip", None)
         made = eager_mask(*args, **kwargs | {"mask_function": mask_function})
         self.masks.append((made, window))
@@ -105,7 +108,7 @@ class _Recorder:
             raise ModelError(f"{where} is given no causal mask, so it would see future tokens")
         for made, window in self.masks:
             if made is mask:
-                return window
+                return _known(window)
         visible = mask if mask.dtype == torch.bool else mask == 0
         alike = {
             window
@@ -116,7 +119,13 @@ class _Recorder:
         }
         if len(alike) != 1:
             raise ModelError(f"{where} is given a mask that carries more than causality and a window (a bias, say)")
-        return alike.pop()
+        return _known(alike.pop())
+
+
+def _known(window: int | ModelError | None) -> int | None:
+    if isinstance(window, ModelError):
+        raise window
+    return window
 
 
 _recorder: list[_Recorder] = []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagefleet.backends.base import AttentionBatch, GroupTables
+from pagefleet.runtime.errors import ModelError
 
 from .attention import PAGED, set_attention
 
@@ -98,6 +99,11 @@ def eager_logits(model: HFModel, sequences: list[list[int]]) -> list[torch.Tenso
                 model.module(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0].float()
                 for ids in sequences
             ]
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ModelError(
+            f"{type(model.module).__name__} is not supported: its own eager attention fails, so nothing can be "
+            f"compared ({type(error).__name__}: {error})"
+        ) from error
     finally:
         set_attention(model.module, PAGED)
 
