@@ -114,6 +114,8 @@ def _read_once(path: Path) -> Iterator[Any]:
     gguf: Any = importlib.import_module("gguf")
 
     class PlainReader(gguf.GGUFReader):
+        data: Any
+
         def _get(self, *args: Any, **kwargs: Any) -> Any:
             if isinstance(self.data, np.memmap):
                 self.data = np.asarray(self.data)
