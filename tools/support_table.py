@@ -17,7 +17,12 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 _MAX_PARAMETERS = 60_000_000
 
-# What names of a configuration mean, and how small they are made; the first match counts.
+_LAYERS = 4
+_WINDOWS = frozenset({"sliding_window", "window_size", "attention_window"})
+_FILLED = frozenset({"n_group", "topk_group", "n_routed_experts", "num_experts_per_tok"})  # if the default has none
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+# What names of a configuration mean, and how small they are made; the first are the numbers of layers.
 _SMALL: tuple[tuple[tuple[str, ...], int], ...] = (
     (("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"), 4),
     (("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim", "n_embed", "emb_dim"), 64),
@@ -37,39 +42,81 @@ _SMALL: tuple[tuple[tuple[str, ...], int], ...] = (
     (("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
     (("first_k_dense_replace", "num_kv_shared_layers", "num_dense_layers"), 1),
     (("hidden_size_per_layer_input", "laurel_rank", "rotary_dim"), 8),
+    (("image_size", "patch_size", "projection_dim"), 32),
     (("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 512),
 )
 
 
-def shrink(config: Any) -> Any:
-    """The same architecture, small: sizes by name, per-layer lists cut to the new number of layers."""
-    layers_before = getattr(config, "num_hidden_layers", None)
+def shrink(config: Any, **forced: Any) -> Any:
+    """The same architecture, small: sizes by name, per-layer lists cut to the new number of layers.
+
+    Parts of a composite configuration are shrunk too, so that the architecture is tried as a whole.
+    """
+    plain = _plain(config)
+    known = {name: small for names, small in _SMALL for name in names}
+    if "qk_rope_head_dim" in plain:  # latent attention: the rotary part is what `head_dim` means
+        known |= {"head_dim": 8, "qk_head_dim": 16, "num_key_value_heads": 4, "num_attention_heads": 4}
     changes: dict[str, Any] = {}
-    for names, small in _SMALL:
-        for name in names:
-            value = getattr(config, name, None)
-            if isinstance(value, bool) or name in changes:
-                continue
-            if isinstance(value, int):
-                changes[name] = min(small, value) if value > 0 else value
-            elif isinstance(value, list) and value and all(isinstance(v, int) for v in value):
-                changes[name] = [min(small, v) for v in value[:4]]
-    for name in ("sliding_window", "window_size", "attention_window"):
-        if isinstance(getattr(config, name, None), int) and getattr(config, name) > 0:
+    for name, value in plain.items():
+        if isinstance(value, bool):
+            continue
+        if name in _FILLED and value is None:
+            changes[name] = known[name]
+        elif name in known and isinstance(value, int):
+            changes[name] = min(known[name], value) if value > 0 else value
+        elif name in known and isinstance(value, list) and value and all(isinstance(v, int) for v in value):
+            changes[name] = [min(known[name], v) for v in value[:_LAYERS]]
+        elif name in _WINDOWS and isinstance(value, int) and value > 0:
             changes[name] = 6
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value >= changes.get("vocab_size", 160):
-            changes[name] = None if name != "pad_token_id" else 0
-        elif isinstance(value, list):
-            changes[name] = None
-    for name, value in config.to_dict().items():
-        if isinstance(value, list) and layers_before and len(value) == layers_before and name not in changes:
-            changes[name] = _representative(value, 4)
-    if "rope_parameters" in config.to_dict() and getattr(config, "mrope_section", None):
-        changes.pop("rope_parameters", None)
-    made = {**_plain(config), **changes}
-    return type(config)(**made)
+        elif name in _TOKENS:
+            changes[name] = _TOKENS[name]
+        elif isinstance(value, list) and len(value) == _layers(plain):
+            changes[name] = _representative(value, _LAYERS)
+    if plain.get("is_decoder") is False:  # what loads as a causal model is one
+        changes["is_decoder"] = True
+    for name in getattr(type(config), "sub_configs", None) or ():
+        if getattr(config, name, None) is not None:
+            changes[name] = shrink(getattr(config, name))
+    return type(config)(**{**plain, **changes, **{k: v for k, v in forced.items() if k in plain}})
+
+
+def _layers(plain: dict[str, Any]) -> int | None:
+    return next((plain[name] for name in _SMALL[0][0] if isinstance(plain.get(name), int)), None)
+
+
+# Tried in turn until one can be made: sizes that the default leaves to be worked out, layers that share keys.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"head_dim": 16, "num_key_value_heads": 2},
+    {"head_dim": 16, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    {"layer_types": None, "num_kv_shared_layers": 0},
+    {"layer_types": None, "per_layer_config": None, "num_kv_shared_layers": 2},
+    {"layer_types": None, "per_layer_config": None, "num_kv_shared_layers": 0},
+)
+
+
+def small_model(whole: Any) -> Any:
+    """A random fp32 model of the architecture. Raises ValueError saying why none could be made."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    first: Exception | None = None
+    for variant in _VARIANTS:
+        try:
+            config = shrink(whole, **variant)
+            with torch.device("meta"):
+                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+            if size > _MAX_PARAMETERS:
+                raise ValueError(f"the smallest one has {size:.1e} weights")
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except Exception as error:
+            first = first or error
+    raise ValueError(f"a small one could not be made from its default configuration: {first!r}") from first
 
 
 def _representative(per_layer: list[Any], count: int) -> list[Any]:
@@ -87,7 +134,7 @@ def _plain(config: Any) -> dict[str, Any]:
 def examine(model_type: str) -> tuple[str, str]:
     """(outcome, reason) of one architecture: works, refused, or untried."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from pagefleet.backends import registry
     from pagefleet.backends.base import BackendOptions
@@ -106,14 +153,9 @@ def examine(model_type: str) -> tuple[str, str]:
     except ModelError as error:
         return "refused", _short(error)
     try:
-        config = shrink_composite(whole)
-        with torch.device("meta"):
-            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-        if size > _MAX_PARAMETERS:
-            return "untried", f"a small one could not be made from its default configuration ({size:.1e} weights)"
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:
-        return "untried", f"a small one could not be made from its default configuration: {_short(error)}"
+        module = small_model(whole)
+    except ValueError as error:
+        return "untried", _short(error)
     _spread(module)
     try:
         HFModel.from_module(module, registry.create("reference", BackendOptions(threads=1)))
@@ -122,12 +164,6 @@ def examine(model_type: str) -> tuple[str, str]:
     except Exception as error:
         return "refused", f"{type(error).__name__}: {_short(error)}"
     return "works", ""
-
-
-def shrink_composite(config: Any) -> Any:
-    """`shrink`, for the text part of a configuration that has others."""
-    text = config.get_text_config(decoder=True)
-    return shrink(text if text is not config else config)
 
 
 def _spread(module: Any) -> None:
@@ -185,7 +221,7 @@ Made by `python tools/support_table.py` with transformers {transformers.__versio
 {torch.__version__.split("+")[0]}: every model type of `AutoModelForCausalLM`, shrunk, with random weights, through the
 self-test that every model passes at load. **works**: packed and chunked over a paged cache equals the model's own eager
 attention in fp32. **refused**: loading it is an error that says this. **untried**: the table's maker could not build a
-small one; loading a real one decides.
+small one; loading a real one decides. Models that also take images or sound are tried, and served, with text only.
 
 {counts["works"]} work, {counts["refused"]} are refused, {counts["untried"]} are untried.
 
