@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .base import BackendError, KVGroup, OutOfMemory
+from pagefleet.kernels import reference
+
+from .base import BackendError, KVGroup, KVPool, OutOfMemory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK_ALIGNMENT = 128
@@ -87,6 +89,20 @@ def allocate_pool(group: KVGroup, num_blocks: int, block_bytes: int, device: tor
             data = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
     keys, values = layer_views(group, data)
     return BlockPool(group, data, keys, values)
+
+
+def copy_blocks(pool: KVPool, pairs: list[tuple[int, int]]) -> None:
+    """Copy whole blocks (source, destination), every read before any write.
+
+    Raises:
+        BackendError: a destination is named twice, or is the null block.
+        OutOfMemory: there was no room for the blocks on their way.
+    """
+    with out_of_memory_as_error():
+        try:
+            reference.copy_blocks(pool.data, pairs)
+        except ValueError as error:
+            raise BackendError(str(error)) from error
 
 
 def layer_views(group: KVGroup, data: torch.Tensor) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:

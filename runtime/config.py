@@ -24,6 +24,7 @@ LATER_PRECISIONS = ("w8a8", "w8a16", "w4a16", "fp8")
 CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16")
 LATER_CACHE_DTYPES = ("int8", "fp8", "fp8_e4m3", "fp8_e5m2", "int4")
 DECLARED_BACKENDS = ("cpu", "cuda", "onnx", "reference", "rocm")
+PROGRESS_KINDS = ("auto", "rich", "plain", "off")
 MAX_BLOCK_SIZE = 256
 
 
@@ -198,7 +199,7 @@ class JobConfig:
         check_choice("job.on_mismatch", self.on_mismatch, ("refuse", "restart"))
         check_real("job.fsync_interval_s", self.fsync_interval_s, 0.0, 3600.0)
         check_int("job.max_in_flight", self.max_in_flight, low=1)
-        check_choice("job.progress", self.progress, ("auto", "rich", "plain", "off"))
+        check_choice("job.progress", self.progress, PROGRESS_KINDS)
         _check_sampling_defaults(self.defaults)
 
 

@@ -71,7 +71,6 @@ class Engine:
         self._eos = runner.model.eos_token_ids | tokenizer.eos_token_ids
         self._grammars: GrammarFactory | None = None
         self._requests: dict[str, Request] = {}
-        self._bad_words: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._ended: list[RequestOutput] = []
         self._next_number = 0
         self._last_token_at: dict[int, float] = {}
@@ -189,12 +188,10 @@ class Engine:
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, salt: str
     ) -> Request:
         max_tokens = self._token_limit(prompt_token_ids, params)
-        request = Request(request_id, prompt, prompt_token_ids, params, max_tokens, salt)
+        bad_words = bad_word_sequences(self.tokenizer, params.bad_words)
+        request = Request(request_id, prompt, prompt_token_ids, params, max_tokens, salt, bad_words)
         seed = params.seed if params.seed is not None else _derived_seed(self._seed, request_id)
         grammar = None if params.structured is None else self._grammar_factory().compile(params.structured)
-        for word in params.bad_words:
-            if word not in self._bad_words:
-                self._bad_words[word] = bad_word_sequences(self.tokenizer, [word])
         for index in range(params.n):
             sequence = Sequence(request, index, self._next_number, _fork_seed(seed, index), list(prompt_token_ids))
             self._next_number += 1
@@ -273,7 +270,7 @@ class Engine:
             output_token_ids=sequence.output_token_ids,
             seed=sequence.seed,
             eos_token_ids=self._eos,
-            bad_word_ids=tuple(ids for word in params.bad_words for ids in self._bad_words[word]),
+            bad_word_ids=sequence.request.bad_word_ids,
             grammar=sequence.grammar,
         )
 
@@ -389,6 +386,7 @@ class Engine:
     def _give_back(self, request: Request, error: OutputError | None = None) -> None:
         if self._requests.pop(request.request_id, None) is None:
             return
+        self._name_tokens(request.prompt_logprobs or [])
         timings = RequestTimings(request.arrived, request.scheduled, request.first_token, time.monotonic())
         output = RequestOutput(
             request_id=request.request_id,
@@ -401,12 +399,10 @@ class Engine:
             error=error,
         )
         self._end(output)
-        self._bad_words = {} if not self._requests else self._bad_words
 
     def _completion(self, sequence: Sequence) -> CompletionOutput:
         wants_logprobs = sequence.request.params.logprobs is not None
-        for listed in (sequence.logprobs, sequence.request.prompt_logprobs or []):
-            self._name_tokens(listed)
+        self._name_tokens(sequence.logprobs)
         return CompletionOutput(
             index=sequence.index,
             text=sequence.detokenizer.text if sequence.detokenizer is not None else "",

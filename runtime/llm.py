@@ -110,11 +110,8 @@ class LLM:
         if not config.model.path:
             raise ConfigError("model.path: expected a checkpoint folder, a .gguf file or a hub id, got nothing")
         self.config = config
-        choice = registry.choose(config.backend.name)
-        for reason in choice.reasons:
-            log.info("backend %s", reason)
         options = BackendOptions(threads=config.backend.threads, exact=config.precision.exact)
-        self.backend = registry.create(choice.name, options)
+        self.backend = registry.create(config.backend.name, options)
         capabilities = self.backend.capabilities()
         dtype = _chosen("precision", config.precision.name, capabilities.compute_dtypes, capabilities.compute_dtypes[0])
         self.kv_dtype = _chosen("cache.dtype", config.cache.dtype, capabilities.kv_dtypes, dtype)

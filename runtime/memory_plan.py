@@ -6,7 +6,7 @@ Peak = weights + activations of one step + logits workspace + KV pools. KV of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,15 @@ class Fit:
     pool_bytes: int
 
 
+def largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 0 to `limit` that fits, where all smaller ones do; by bisection, 0 is taken to fit."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)
@@ -118,16 +127,9 @@ def kv_blocks_that_fit(
     def cost(usable: Sequence[int]) -> int:
         return sum((n + _NULL_BLOCKS) * g.block_bytes for n, g in zip(usable, groups, strict=True))
 
-    def largest(squeeze: bool, limit: int) -> int:
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if cost(shares(middle, squeeze)) <= free_bytes else (low, middle - 1)
-        return low
-
-    base, squeeze = largest(False, ceiling), False
+    base, squeeze = largest(ceiling, lambda n: cost(shares(n, False)) <= free_bytes), False
     if base < full_need:
-        squeezed = largest(True, full_need)
+        squeezed = largest(full_need, lambda n: cost(shares(n, True)) <= free_bytes)
         if squeezed > base:
             base, squeeze = squeezed, True
     usable = shares(base, squeeze)
@@ -144,12 +146,10 @@ def kv_blocks_that_fit(
 
 
 def _longest(usable: Sequence[int], groups: Sequence[GroupBudget], block_size: int, limit: int, chunk: int) -> int:
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = all(most_blocks(middle, g.window, block_size, chunk) <= n for n, g in zip(usable, groups, strict=True))
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+    def fits(length: int) -> bool:
+        return all(most_blocks(length, g.window, block_size, chunk) <= n for n, g in zip(usable, groups, strict=True))
+
+    return largest(limit, fits)
 
 
 def activation_bytes(shape: ModelShape, tokens: int, element_bytes: int) -> int:

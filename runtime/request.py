@@ -92,6 +92,7 @@ class Request:
     params: SamplingParams
     max_tokens: int
     salt: str = ""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     arrived: float = field(default_factory=time.monotonic)
     scheduled: float | None = None
     first_token: float | None = None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from pagefleet.kernels import reference
-
 from ..base import (
     AttentionArgs,
     AttentionBatch,
@@ -17,7 +15,7 @@ from ..base import (
     MemoryInfo,
 )
 from ..exact import make_exact
-from ..pool import BlockPool, allocate_pool, out_of_memory_as_error, padded_block_bytes
+from ..pool import BlockPool, allocate_pool, copy_blocks, out_of_memory_as_error, padded_block_bytes
 from . import host
 from .attention import Scratch, attention
 from .exact_attention import exact_attention
@@ -70,11 +68,7 @@ class CpuBackend:
 
     def copy_blocks(self, pool: KVPool, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, every read before any write. Raises BackendError for a destination named twice."""
-        with out_of_memory_as_error():
-            try:
-                reference.copy_blocks(pool.data, pairs)
-            except ValueError as error:
-                raise BackendError(str(error)) from error
+        copy_blocks(pool, pairs)
 
     def prepare_model(self, model: torch.nn.Module) -> None:
         """Pack linear layers in place; in exact mode every product runs in fixed row tiles."""

@@ -12,7 +12,6 @@ from .. import host
 from ..base import (
     AttentionArgs,
     AttentionBatch,
-    BackendError,
     BackendOptions,
     Capabilities,
     KVGroup,
@@ -20,7 +19,7 @@ from ..base import (
     MemoryInfo,
 )
 from ..exact import make_exact, plain_exact_linear
-from ..pool import BlockPool, allocate_pool, out_of_memory_as_error, padded_block_bytes
+from ..pool import BlockPool, allocate_pool, copy_blocks, out_of_memory_as_error, padded_block_bytes
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,7 @@ class ReferenceBackend:
 
     def copy_blocks(self, pool: KVPool, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, every read before any write."""
-        with out_of_memory_as_error():
-            try:
-                reference.copy_blocks(pool.data, pairs)
-            except ValueError as error:
-                raise BackendError(str(error)) from error
+        copy_blocks(pool, pairs)
 
     def prepare_model(self, model: torch.nn.Module) -> None:
         """Nothing, or in exact mode fixed row tiles for every product."""

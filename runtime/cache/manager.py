@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pagefleet.runtime.cache.block_pool import NULL_BLOCK, BlockPool
 from pagefleet.runtime.cache.prefix import extend_hashes, root_hash
+from pagefleet.runtime.memory_plan import blocks_for, largest, most_blocks
 from pagefleet.runtime.request import Sequence
 
 Copies = list[list[tuple[int, int]]]
@@ -56,14 +57,11 @@ class CacheManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens of one group."""
-        return -(-num_tokens // self.block_size)
+        return blocks_for(num_tokens, self.block_size)
 
     def most_blocks(self, group: int, num_tokens: int, chunk: int) -> int:
         """Blocks that a lone sequence of `num_tokens` needs at its worst moment, computed `chunk` tokens at a time."""
-        window = self.windows[group]
-        if window is None or window + chunk >= num_tokens:
-            return self.blocks_for(num_tokens)
-        return min(self.blocks_for(num_tokens), self.blocks_for(window + chunk) + 1)
+        return most_blocks(num_tokens, self.windows[group], self.block_size, chunk)
 
     def can_ever_hold(self, num_tokens: int, chunk: int) -> bool:
         """True if a sequence of `num_tokens` fits when it is alone."""
@@ -71,11 +69,7 @@ class CacheManager:
 
     def max_tokens(self, limit: int, chunk: int) -> int:
         """The longest sequence, at most `limit` tokens, that fits when it is alone."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.can_ever_hold(middle, chunk) else (low, middle - 1)
-        return low
+        return largest(limit, lambda length: self.can_ever_hold(length, chunk))
 
     def fits(self, sequence: Sequence, hit: Hit, growth_tokens: int, chunk: int) -> bool:
         """True if all of a waiting sequence's tokens fit now beside `growth_tokens` kept free for what runs."""

@@ -23,7 +23,7 @@ from pagefleet.runtime.job.fingerprint import fingerprint
 from pagefleet.runtime.job.journal import OK, Journal
 from pagefleet.runtime.job.lock import OutputLock
 from pagefleet.runtime.job.opening import JobPaths, is_our_output, open_job, prepare_output, remove_journal
-from pagefleet.runtime.job.progress import KINDS, Counts, make_progress, say
+from pagefleet.runtime.job.progress import Counts, make_progress, say
 from pagefleet.runtime.job.readers import InputError, InputFile, RawRow, find_inputs, inspect, read_rows
 from pagefleet.runtime.job.report import make_summary, summary_text, write_summary
 from pagefleet.runtime.job.rows import Form, Row, RowParser, detect_form, model_names
@@ -209,15 +209,7 @@ class _Job:
 
 def _check(config: Config) -> None:
     """Values that the job itself depends on, before anything is touched."""
-    job = config.job
-    if job.on_mismatch not in ("refuse", "restart"):
-        raise ConfigError(f"job.on_mismatch: expected refuse or restart, got {job.on_mismatch!r}")
-    if isinstance(job.max_in_flight, bool) or not isinstance(job.max_in_flight, int) or job.max_in_flight < 1:
-        raise ConfigError(f"job.max_in_flight: expected an integer >= 1, got {job.max_in_flight!r}")
-    if not isinstance(job.fsync_interval_s, (int, float)) or not job.fsync_interval_s >= 0:
-        raise ConfigError(f"job.fsync_interval_s: expected seconds >= 0, got {job.fsync_interval_s!r}")
-    if job.progress not in KINDS:
-        raise ConfigError(f"job.progress: expected one of {', '.join(KINDS)}, got {job.progress!r}")
+    config.job.__post_init__()  # again: fields may have been set since
     _defaults(config)
 
 

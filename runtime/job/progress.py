@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from pagefleet.runtime.errors import ConfigError
-
-KINDS = ("auto", "rich", "plain", "off")
+from pagefleet.runtime.config import PROGRESS_KINDS, check_choice
 
 
 @dataclass
@@ -127,8 +125,7 @@ def make_progress(kind: str, stream: TextIO, counts: Counts, metrics: Callable[[
     Raises:
         ConfigError: unknown kind.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"job.progress: expected one of {', '.join(KINDS)}, got {kind!r}")
+    check_choice("job.progress", kind, PROGRESS_KINDS)
     if kind == "auto":
         kind = "rich" if stream.isatty() else "plain"
     chosen = {"rich": RichProgress, "plain": PlainProgress, "off": Progress}[kind]

@@ -222,11 +222,6 @@ class _GivenHidden(nn.Module):
         """What a decoder returns."""
         return _HeadInput(last_hidden_state=self._hidden)
 
-    @property
-    def decoder(self) -> _GivenHidden:
-        """OPT's head calls `model.decoder` rather than `model`."""
-        return self
-
 
 class _HeadInput(MoeModelOutputWithPast):
     """A decoder's output in which whatever else a head passes on (cross-attentions, ...) is None."""

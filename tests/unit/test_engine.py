@@ -18,6 +18,14 @@ from pagefleet.runtime.text.tokenizer import Tokenizer
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[(7 * i + j * j) % 250 + 5 for j in range(n)] for i, n in enumerate((3, 17, 1, 40, 9, 33, 8, 25))]
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
 
 def _saved(module: Any, tokenizer: Tokenizer, folder: Path) -> str:
     torch.manual_seed(0)
@@ -31,33 +39,16 @@ def _saved(module: Any, tokenizer: Tokenizer, folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def llama(byte_level: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> str:
-    config = LlamaConfig(
-        vocab_size=byte_level.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=byte_level.bos_token_id,
-        eos_token_id=byte_level.hf.eos_token_id,
-    )
+    ends = {"bos_token_id": byte_level.bos_token_id, "eos_token_id": byte_level.hf.eos_token_id}
+    config = LlamaConfig(vocab_size=byte_level.vocab_size, num_hidden_layers=2, **SMALL, **ends)
     return _saved(LlamaForCausalLM(config), byte_level, tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")
 def windowed(byte_level: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    layers = ["sliding_attention", "full_attention"] * 2
     config = Gemma3TextConfig(
-        vocab_size=byte_level.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=128,
+        vocab_size=byte_level.vocab_size, num_hidden_layers=4, layer_types=layers, sliding_window=8, head_dim=8, **SMALL
     )
     return _saved(Gemma3ForCausalLM(config), byte_level, tmp_path_factory.mktemp("gemma3"))
 
