@@ -63,6 +63,8 @@ def _run_hydra(command: str, rest: list[str]) -> int:
         if code == INTERRUPTED:  # a sweep stops here
             raise SystemExit(INTERRUPTED)
 
+    if not sys.stderr.isatty():  # read when tqdm is imported, so before transformers is: no bars in logs
+        os.environ.setdefault("TQDM_DISABLE", "1")
     register_resolvers()
     try:
         with _hydra_environment([f"pagefleet {command}", *order_arguments(rest)]), config_errors(command):

@@ -90,7 +90,7 @@ def _folder_report(folder: Path) -> dict[str, Any]:
         "path": str(folder),
         "exists": folder.is_dir(),
         "writable": os.access(existing, os.W_OK),
-        "models": sorted(p.name for p in models.iterdir()) if models.is_dir() else [],
+        "models": sorted(p.name for p in models.glob("[!.]*") if p.is_dir()) if models.is_dir() else [],
     }
 
 
