@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 from pagefleet.runtime.config import PROGRESS_KINDS, check_choice
 
+_TELLING_SHARE = 0.1
+
 
 @dataclass
 class Counts:
@@ -25,9 +27,12 @@ class Counts:
     output_tokens: int = 0
 
     def eta_s(self, elapsed_s: float) -> float | None:
-        """Seconds left at this run's pace, by work rather than rows: long rows take longer. None while unknown."""
+        """Seconds left at this run's pace, by work rather than rows: long rows take longer. None while unknown.
+
+        Unknown until a share of the work is done: rows run side by side, so the first ones to end tell next to nothing.
+        """
         done = self.work - self.work_before
-        if done <= 0 or elapsed_s <= 0:
+        if done < _TELLING_SHARE * (self.work_total - self.work_before) or done <= 0 or elapsed_s <= 0:
             return None
         return max(self.work_total - self.work, 0.0) * elapsed_s / done
 

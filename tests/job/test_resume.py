@@ -347,3 +347,14 @@ def test_rich_progress_draws_on_a_terminal(bench):
     bench.write(*ROWS)
     assert bench.run(progress="rich") == 0
     assert "60/60 rows" in bench.messages
+
+
+def test_the_time_left_is_by_work_of_this_run_and_unknown_until_a_tenth_of_it_is_done():
+    from pagefleet.runtime.job.progress import Counts
+
+    counts = Counts(rows_total=100, work_total=1000.0, work=200.0, work_before=200.0)
+    assert counts.eta_s(5.0) is None
+    counts.work = 279.0
+    assert counts.eta_s(5.0) is None
+    counts.work = 400.0
+    assert counts.eta_s(5.0) == 15.0
