@@ -10,9 +10,12 @@ step, Hq query heads, Hkv KV heads, D head size, B blocks of the longest block t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from .ops import Ops
 
 
 class BackendError(Exception):
@@ -158,6 +161,10 @@ class Backend(Protocol):
 
     def prepare_model(self, model: torch.nn.Module) -> None:
         """Called once after the weights are loaded: repack or replace linear layers in place."""
+        ...
+
+    def ops(self) -> Ops:
+        """The operations of a lowered decoder; the same object every time."""
         ...
 
     def plan(self, batch: AttentionBatch, pools: tuple[KVPool, ...]) -> Any:

@@ -20,6 +20,7 @@ from . import host
 from .attention import Scratch, attention
 from .exact_attention import exact_attention
 from .linear import LinearPacker, can_pack, pack_linears
+from .ops import CpuOps
 from .plan import CpuPlan, make_plan
 
 
@@ -34,6 +35,7 @@ class CpuBackend:
         torch.set_num_threads(threads)
         self.exact = options.exact
         self._scratch = Scratch()
+        self._ops = CpuOps(self, options.exact)
 
     def capabilities(self) -> Capabilities:
         """What it can do here. bf16 comes first only where the processor multiplies it faster than fp32."""
@@ -77,6 +79,10 @@ class CpuBackend:
                 make_exact(model, LinearPacker(exact=True).replace)
             else:
                 pack_linears(model)
+
+    def ops(self) -> CpuOps:
+        """See `Backend.ops`."""
+        return self._ops
 
     def plan(self, batch: AttentionBatch, pools: tuple[KVPool, ...]) -> CpuPlan:
         """Lay the step out; what depends on a group's window is worked out once, when a layer first asks."""

@@ -53,7 +53,7 @@ class LinearPacker:
 
     def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
         self.packed += 1
-        product = packed_product(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_FOR_ROWS), bias)
+        product = packed_product(pack_weight(weight), bias)
         shape_only = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
         if not self.exact:
             return ProductLinear(product, shape_only, bias, None)
@@ -66,8 +66,13 @@ class LinearPacker:
         return _safe_tile_rows(product, weight.shape[1], weight.dtype, weight.device)
 
 
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of weight [out, in] in oneDNN's own layout."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_FOR_ROWS)
+
+
 def packed_product(packed: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """A product with a weight that `_reorder_linear_weight` packed."""
+    """A product with a weight from `pack_weight`."""
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 

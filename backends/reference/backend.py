@@ -20,6 +20,7 @@ from ..base import (
 )
 from ..exact import make_exact, plain_exact_linear
 from ..pool import BlockPool, allocate_pool, copy_blocks, out_of_memory_as_error, padded_block_bytes
+from ..torch_ops import TorchOps
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class ReferenceBackend:
     def __init__(self, options: BackendOptions) -> None:
         self.device = torch.device(options.extra.get("device", "cpu"))
         self.exact = options.exact
+        self._ops = TorchOps(self, options.exact)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
 
@@ -78,6 +80,10 @@ class ReferenceBackend:
         """Nothing, or in exact mode fixed row tiles for every product."""
         if self.exact:
             make_exact(model, plain_exact_linear)
+
+    def ops(self) -> TorchOps:
+        """See `Backend.ops`."""
+        return self._ops
 
     def plan(self, batch: AttentionBatch, pools: tuple[KVPool, ...]) -> ReferencePlan:
         """Keep the step for `attention`."""

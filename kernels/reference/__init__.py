@@ -2,5 +2,6 @@
 
 from .attention import paged_attention
 from .cache import copy_blocks, write_kv
+from .rows import norm, rotate
 
-__all__ = ["copy_blocks", "paged_attention", "write_kv"]
+__all__ = ["copy_blocks", "norm", "paged_attention", "rotate", "write_kv"]
