@@ -14,11 +14,13 @@ from pathlib import Path
 import psutil
 
 ISA_ENV = "PAGEFLEET_ISA"
-ISA_FLAGS = {  # name -> /proc/cpuinfo flags it needs; least first
-    "avx2": {"avx2", "fma"},
-    "avx512": {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    "avx512_bf16": {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"},
-    "amx": {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "amx_tile", "amx_bf16"},
+_AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+ISA_FLAGS = {  # name -> /proc/cpuinfo flags it needs; least first, each with all of the one before
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx512": _AVX512,
+    "avx512_vnni": _AVX512 | {"avx512_vnni"},
+    "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "amx": _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
 }
 _NO_LIMIT = 1 << 60  # cgroup v1 says "no limit" with a number near 2^63
 

@@ -95,14 +95,19 @@ def test_affinity_below_the_quota_wins(machine, monkeypatch):
     assert host.usable_threads(root) == 2
 
 
+AVX2 = "avx2 fma f16c"
+AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq"
+
+
 @pytest.mark.parametrize(
     ("flags", "expected", "fast_bf16"),
     [
         ("sse2", "generic", False),
-        ("avx2 fma", "avx2", False),
-        ("avx2 fma avx512f avx512bw avx512vl avx512dq", "avx512", False),
-        ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16", "avx512_bf16", True),
-        ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_tile amx_bf16 amx_int8", "amx", True),
+        (AVX2, "avx2", False),
+        (AVX512, "avx512", False),
+        (f"{AVX512} avx512_vnni", "avx512_vnni", False),
+        (f"{AVX512} avx512_vnni avx512_bf16", "avx512_bf16", True),
+        (f"{AVX512} avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8", "amx", True),
         ("avx512f avx512_bf16", "generic", False),
     ],
 )

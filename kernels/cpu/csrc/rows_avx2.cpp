@@ -1,0 +1,6 @@
+#include "avx2_begin.h"
+#include "rows.h"
+#include "vec.h"
+#include "rows_impl.h"
+
+const pagefleet::RowKernels pagefleet::rows_avx2 = {pagefleet::avx2::norm};

@@ -1,0 +1,6 @@
+#include "avx512_begin.h"
+#include "rows.h"
+#include "vec.h"
+#include "rows_impl.h"
+
+const pagefleet::RowKernels pagefleet::rows_avx512 = {pagefleet::avx512::norm};
