@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,17 +14,16 @@ from pagefleet.runtime.cache.manager import CacheManager
 from pagefleet.runtime.config import SchedulerConfig
 from pagefleet.runtime.degrade import give_up_something
 from pagefleet.runtime.errors import ErrorCode, RequestError
+from pagefleet.runtime.intake import Intake
 from pagefleet.runtime.metrics import EngineMetrics
-from pagefleet.runtime.outputs import CompletionOutput, OutputError, RequestOutput, RequestTimings
+from pagefleet.runtime.outputs import OutputError, RequestOutput
 from pagefleet.runtime.request import Request, Sequence, Status
+from pagefleet.runtime.results import request_output
 from pagefleet.runtime.runner import Runner
-from pagefleet.runtime.sampling.grammar import GrammarFactory
 from pagefleet.runtime.sampling.logprobs import prompt_logprobs
-from pagefleet.runtime.sampling.penalties import bad_word_sequences
 from pagefleet.runtime.sampling.sampler import Sampled, Sampler, SamplingRow
 from pagefleet.runtime.sampling_params import SamplingParams
 from pagefleet.runtime.scheduler import Scheduler, StepPlan
-from pagefleet.runtime.text.detokenizer import Detokenizer
 from pagefleet.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -63,16 +60,20 @@ class Engine:
         self.cache = cache
         self.scheduler = Scheduler(config, cache)
         self.tokenizer = tokenizer
-        self.max_len = max_len
         self.metrics = EngineMetrics()
         self._device = device
-        self._seed = seed
         self._sampler = Sampler(runner.model.vocab_size)
         self._eos = runner.model.eos_token_ids | tokenizer.eos_token_ids
-        self._grammars: GrammarFactory | None = None
+        self._intake = Intake(
+            tokenizer,
+            vocab_size=runner.model.vocab_size,
+            eos_token_ids=self._eos,
+            max_len=max_len,
+            longest_in_cache=lambda: cache.max_tokens(max_len, self.scheduler.chunk),
+            seed=seed,
+        )
         self._requests: dict[str, Request] = {}
         self._ended: list[RequestOutput] = []
-        self._next_number = 0
         self._last_token_at: dict[int, float] = {}
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Engine:
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use; expected a new one")
         try:
-            request = self._checked(request_id, prompt, prompt_token_ids, params, salt)
+            request = self._intake.request(request_id, prompt, prompt_token_ids, params, salt)
         except RequestError as error:
             self.reject(request_id, prompt, prompt_token_ids, error)
             return
@@ -181,67 +182,6 @@ class Engine:
         for request in {id(d.sequence.request): d.sequence.request for d in draws}.values():
             if request.finished:
                 self._give_back(request)
-
-    # -- adding --------------------------------------------------------------------------------------------------
-
-    def _checked(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, salt: str
-    ) -> Request:
-        max_tokens = self._token_limit(prompt_token_ids, params)
-        bad_words = bad_word_sequences(self.tokenizer, params.bad_words)
-        request = Request(request_id, prompt, prompt_token_ids, params, max_tokens, salt, bad_words)
-        seed = params.seed if params.seed is not None else _derived_seed(self._seed, request_id)
-        grammar = None if params.structured is None else self._grammar_factory().compile(params.structured)
-        for index in range(params.n):
-            sequence = Sequence(request, index, self._next_number, _fork_seed(seed, index), list(prompt_token_ids))
-            self._next_number += 1
-            sequence.grammar = None if grammar is None else grammar.fork()
-            sequence.detokenizer = Detokenizer(
-                self.tokenizer,
-                prompt_token_ids,
-                stop=params.stop,
-                include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            )
-            request.sequences.append(sequence)
-        if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]
-        return request
-
-    def _token_limit(self, prompt: list[int], params: SamplingParams) -> int:
-        """How many tokens the request may generate. Raises RequestError if it can never be served."""
-        length = len(prompt)
-        if length == 0:
-            raise RequestError(ErrorCode.EMPTY_PROMPT, "the prompt has no tokens; expected at least one")
-        vocabulary = self.runner.model.vocab_size
-        named = [*prompt, *params.logit_bias, *params.stop_token_ids, *(params.allowed_token_ids or ())]
-        bad = next((t for t in named if not 0 <= t < vocabulary), None)
-        if bad is not None:
-            raise RequestError(
-                ErrorCode.INVALID_TOKEN, f"token id {bad} is outside the vocabulary; expected 0 to {vocabulary - 1}"
-            )
-        if length >= self.max_len:
-            raise RequestError(
-                ErrorCode.PROMPT_TOO_LONG,
-                f"the prompt has {length} tokens; at most {self.max_len - 1} leave room for an answer in "
-                f"model.max_len={self.max_len}; shorten it or raise model.max_len",
-            )
-        room = self.cache.max_tokens(self.max_len, self.scheduler.chunk) - length
-        wanted = self.max_len - length if params.max_tokens is None else min(params.max_tokens, self.max_len - length)
-        if room < 1 or (params.max_tokens is not None and wanted > room):
-            raise RequestError(
-                ErrorCode.NEVER_FITS,
-                f"{length} prompt tokens and {wanted} new ones can never fit in the KV cache, which holds "
-                f"{length + room} tokens of one sequence; lower max_tokens or raise cache.memory",
-            )
-        return min(wanted, room)
-
-    def _grammar_factory(self) -> GrammarFactory:
-        if self._grammars is None:
-            eos = self.tokenizer.hf.eos_token_id
-            self._grammars = GrammarFactory(self.tokenizer, min(self._eos) if eos is None else eos)
-        return self._grammars
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -386,39 +326,7 @@ class Engine:
     def _give_back(self, request: Request, error: OutputError | None = None) -> None:
         if self._requests.pop(request.request_id, None) is None:
             return
-        self._name_tokens(request.prompt_logprobs or [])
-        timings = RequestTimings(request.arrived, request.scheduled, request.first_token, time.monotonic())
-        output = RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[self._completion(s) for s in request.sequences],
-            prompt_logprobs=request.prompt_logprobs,
-            num_cached_tokens=request.sequences[0].num_cached,
-            timings=timings,
-            error=error,
-        )
-        self._end(output)
-
-    def _completion(self, sequence: Sequence) -> CompletionOutput:
-        wants_logprobs = sequence.request.params.logprobs is not None
-        self._name_tokens(sequence.logprobs)
-        return CompletionOutput(
-            index=sequence.index,
-            text=sequence.detokenizer.text if sequence.detokenizer is not None else "",
-            token_ids=sequence.output_token_ids,
-            cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
-            logprobs=sequence.logprobs if wants_logprobs else None,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-        )
-
-    def _name_tokens(self, positions: list[Any]) -> None:
-        """Fill in the tokens' texts."""
-        for listed in positions:
-            for token_id, logprob in (listed or {}).items():
-                if logprob.decoded_token is None:
-                    object.__setattr__(logprob, "decoded_token", self.tokenizer.token_text(token_id))
+        self._end(request_output(request, self.tokenizer, error))
 
     def _end(self, output: RequestOutput) -> None:
         self.metrics.finish(output)
@@ -428,13 +336,3 @@ class Engine:
         """Share of slots in used blocks that hold no token (last block of each sequence)."""
         slots = sum(len(s.tables[0]) for s in self.scheduler.running) * self.cache.block_size
         return 1 - sum(s.num_computed for s in self.scheduler.running) / slots if slots else 0.0
-
-
-def _derived_seed(seed: int, request_id: str) -> int:
-    """Seed of a request that names none: the same for the same engine seed and request id, whatever else runs."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{request_id}".encode()).digest()[:8], "little") >> 1
-
-
-def _fork_seed(seed: int, index: int) -> int:
-    """Seed of a request's sequence `index`; the first one keeps the request's."""
-    return seed if index == 0 else _derived_seed(seed, f"fork {index}")
