@@ -9,6 +9,8 @@ step, Hq query heads, Hkv KV heads, D head size, B blocks of the longest block t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +26,30 @@ class BackendError(Exception):
 
 class OutOfMemory(BackendError):
     """The device could not hold what a step needed; the step is rolled back and the degrade plan asked."""
+
+
+# What torch's allocators, numpy, C++ and the vendors' matrix libraries say when there is no memory left.
+_ALLOCATION_FAILURES = (
+    "out of memory",
+    "can't allocate memory",
+    "DefaultCPUAllocator",
+    "Unable to allocate",
+    "bad_alloc",
+    "STATUS_ALLOC_FAILED",
+)
+
+
+@contextmanager
+def out_of_memory_as_error() -> Iterator[None]:
+    """Turn allocation failures of torch, numpy and C++ into `OutOfMemory`; everything else passes unchanged."""
+    try:
+        yield
+    except OutOfMemory:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or any(text in str(error) for text in _ALLOCATION_FAILURES):
+            raise OutOfMemory(f"the device could not hold what the step needed: {error}") from error
+        raise
 
 
 @dataclass(frozen=True)

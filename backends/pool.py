@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,24 +9,10 @@ import torch
 
 from pagefleet.kernels import reference
 
-from .base import BackendError, KVGroup, KVPool, OutOfMemory
+from .base import BackendError, KVGroup, KVPool, OutOfMemory, out_of_memory_as_error
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK_ALIGNMENT = 128
-_ALLOCATION_FAILURES = ("can't allocate memory", "DefaultCPUAllocator", "out of memory", "Unable to allocate")
-
-
-@contextmanager
-def out_of_memory_as_error() -> Iterator[None]:
-    """Turn torch's and numpy's allocation failures into `OutOfMemory`; everything else passes unchanged."""
-    try:
-        yield
-    except OutOfMemory:
-        raise
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryError) or any(text in str(error) for text in _ALLOCATION_FAILURES):
-            raise OutOfMemory(f"the device could not hold what the step needed: {error}") from error
-        raise
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagefleet.backends.base import OutOfMemory
+from pagefleet.backends.base import OutOfMemory, out_of_memory_as_error
 from pagefleet.runtime.batch import Batch, build_batch
 from pagefleet.runtime.cache.manager import CacheManager
 from pagefleet.runtime.config import SchedulerConfig
@@ -155,11 +155,12 @@ class Engine:
             self._nothing_scheduled()
             return
         try:
-            batch = build_batch(plan, self.cache.block_size, self._device)
-            hidden = self.runner.forward(batch)
-            self._score_prompts(plan, hidden)
-            draws = self._draws(batch)
-            sampled = self._sample(batch, hidden, draws)
+            with out_of_memory_as_error():
+                batch = build_batch(plan, self.cache.block_size, self._device)
+                hidden = self.runner.forward(batch)
+                self._score_prompts(plan, hidden)
+                draws = self._draws(batch)
+                sampled = self._sample(batch, hidden, draws)
         except OutOfMemory as error:
             self.scheduler.rollback(plan)
             self._give_something_up(plan, error)
@@ -244,7 +245,7 @@ class Engine:
         )
 
     def _give_something_up(self, plan: StepPlan, error: OutOfMemory) -> None:
-        humbler = give_up_something(self.scheduler.config, str(error))
+        humbler = give_up_something(self.scheduler.config, plan.num_tokens, len(plan.scheduled), str(error))
         if humbler is not None:
             self.scheduler.configure(humbler)
             return

@@ -141,9 +141,11 @@ class Scheduler:
         return bool(self.running) or len(self.waiting) > 0
 
     def configure(self, config: SchedulerConfig) -> None:
-        """Use other limits from the next step on."""
+        """Use other limits from the next step on; sequences beyond them are preempted, the youngest first."""
         self.config = config
         self.waiting.config = config
+        while len(self.running) > config.max_sequences:
+            self._preempt(self.running[-1])
 
     @property
     def chunk(self) -> int:
@@ -199,6 +201,7 @@ class Scheduler:
         """The step's KV is in the cache."""
         for entry in plan.scheduled:
             self.cache.commit(entry.sequence, entry.num_new)
+        self._count_hits(plan)
 
     def fork(self, parent: Sequence, child: Sequence, copies: list[list[tuple[int, int]]]) -> None:
         """Start `child` from its parent's cache; without a free block or place it waits and recomputes."""
@@ -239,9 +242,14 @@ class Scheduler:
             plan.admitted.append(sequence)
             plan.scheduled.append(Scheduled(sequence, sequence.num_computed, num_new))
             budget -= num_new
-            if sequence.preemptions == 0:
-                self.cache.queried_tokens += sequence.num_tokens
-                self.cache.hit_tokens += hit.num_tokens
+
+    def _count_hits(self, plan: StepPlan) -> None:
+        """Prompt tokens that were looked up in the cache, and found, by the sequences that started in this step."""
+        new = {sequence.number for sequence in plan.admitted if sequence.preemptions == 0}
+        for entry in plan.scheduled:
+            if entry.sequence.number in new:
+                self.cache.queried_tokens += entry.sequence.num_tokens
+                self.cache.hit_tokens += entry.start
 
     def _growth_of_running(self) -> int:
         """Tokens to keep free: what running sequences still have to compute, and a share of what they may generate."""

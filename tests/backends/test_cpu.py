@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pagefleet.backends import pool
-from pagefleet.backends.base import KVGroup, LayerKV, OutOfMemory
+from pagefleet.backends.base import KVGroup, LayerKV, OutOfMemory, out_of_memory_as_error
 from pagefleet.backends.cpu import attention, plan
 from pagefleet.backends.cpu.linear import can_pack
 
@@ -25,6 +24,9 @@ def cpu():
     [
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried ..."),
         MemoryError("Unable to allocate 9.00 GiB"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("std::bad_alloc"),
     ],
 )
 def test_a_failed_allocation_in_a_step_is_out_of_memory(cpu, make_world, args_of, monkeypatch, failure):
@@ -42,7 +44,7 @@ def test_a_failed_allocation_in_a_step_is_out_of_memory(cpu, make_world, args_of
 
 
 def test_torchs_own_refusal_is_recognised():
-    with pytest.raises(OutOfMemory), pool.out_of_memory_as_error():
+    with pytest.raises(OutOfMemory), out_of_memory_as_error():
         torch.empty(1 << 50, dtype=torch.uint8)
 
 

@@ -304,16 +304,93 @@ def test_a_step_that_runs_out_of_memory_is_rolled_back_and_retried_smaller(
     llama: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make(llama)
-    forward, failures = llm.engine.runner.forward, iter([True, False, True, True])
+    forward, sizes = llm.engine.runner.forward, []
 
     def failing(batch: Any) -> torch.Tensor:
-        if next(failures, False):
+        sizes.append(len(batch.token_ids))
+        if len(sizes) == 1 or sizes[-1] > 70:
             raise OutOfMemory("made up")
         return forward(batch)
 
     monkeypatch.setattr(llm.engine.runner, "forward", failing)
     assert ids(llm.generate(PROMPTS, GREEDY)) == [generated(llama, p, 12) for p in PROMPTS]
-    assert llm.engine.scheduler.config.max_batched_tokens == 256
+    assert sizes[:2] == [136, 68]
+    assert llm.engine.scheduler.config.max_batched_tokens == 68
+
+
+PLACES = {
+    "in the model": lambda llm: (llm.engine.runner.model, "forward"),
+    "in its head": lambda llm: (llm.engine.runner.model, "logits"),
+    "writing KV": lambda llm: (llm.backend, "write_kv"),
+    "laying the step out": lambda llm: (llm.backend, "plan"),
+    "sampling": lambda llm: (llm.engine._sampler, "sample"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_torchs_own_out_of_memory_anywhere_in_a_step_is_rolled_back_and_something_given_up(
+    backend: str,
+    place: str,
+    llama: str,
+    make: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    llm = make(llama, backend=backend, max_num_batched_tokens=128)
+    llm.submit("first", PROMPTS[1], GREEDY)
+    llm.step()
+    held = [pool.num_used for pool in llm.engine.cache.pools]
+    for number, prompt in enumerate(PROMPTS[3:6]):
+        llm.submit(str(number), prompt, GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(*PLACES[place](llm), lambda *_: torch.empty(1 << 50, dtype=torch.uint8))
+        assert llm.step() == []
+    assert [pool.num_used for pool in llm.engine.cache.pools] == held, "the failed step kept blocks"
+    llm.engine.cache.check()
+    said = [r.getMessage() for r in caplog.records if r.name == "pagefleet.runtime.degrade"]
+    assert len(said) == 1
+    assert "can't allocate memory" in said[0]
+    assert "giving up: max_batched_tokens 128 -> 64" in said[0]
+    outputs = {}
+    while llm.has_unfinished:
+        outputs |= {o.request_id: o.outputs[0].token_ids for o in llm.step()}
+    prompts = {"first": PROMPTS[1]} | {str(n): p for n, p in enumerate(PROMPTS[3:6])}
+    assert outputs == {name: generated(llama, prompt, 12) for name, prompt in prompts.items()}
+
+
+def test_fewer_sequences_run_at_once_when_a_small_step_does_not_fit_and_none_is_lost(
+    llama: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(llama)
+    forward = llm.engine.runner.forward
+
+    def failing(batch: Any) -> torch.Tensor:
+        if len(batch.attention.kv_lengths) > 2:
+            raise OutOfMemory("made up")
+        return forward(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "forward", failing)
+    assert ids(llm.generate(PROMPTS, GREEDY)) == [generated(llama, p, 12) for p in PROMPTS]
+    assert llm.engine.scheduler.config.max_sequences == 2
+
+
+def test_a_request_that_does_not_fit_in_memory_alone_is_an_error_and_the_others_run(
+    llama: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make(llama)
+    forward = llm.engine.runner.forward
+
+    def failing(batch: Any) -> torch.Tensor:
+        if int(batch.attention.kv_lengths.max()) > 30:
+            raise OutOfMemory("made up")
+        return forward(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "forward", failing)
+    outputs = llm.generate([PROMPTS[3], PROMPTS[0], PROMPTS[5], PROMPTS[2]], GREEDY)
+    codes = [o.error and o.error.code for o in outputs]
+    assert codes == [ErrorCode.OUT_OF_MEMORY, None, ErrorCode.OUT_OF_MEMORY, None]
+    assert [o.outputs[0].token_ids for o in outputs[1::2]] == [generated(llama, PROMPTS[i], 12) for i in (0, 2)]
 
 
 def test_a_kernel_error_leaves_the_cache_as_it_was_and_the_engine_usable(
