@@ -31,7 +31,7 @@ commands:
   batch    run every row of a file through a model; resumes if it was killed
   plan     what memory a model needs and how many tokens fit, before loading it
   doctor   which backends are available here, and why (not)
-  bench    measure throughput and latency on random prompts
+  bench    measure throughput and latency on prompts of known lengths
 
 pagefleet COMMAND --help lists its groups, keys and flags."""
 

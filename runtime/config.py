@@ -19,6 +19,7 @@ from pagefleet.runtime.sampling_params import SamplingParams, StructuredOutput
 from pagefleet.runtime.sizes import parse_size
 
 COMMANDS = ("batch", "plan", "doctor", "bench")
+BENCH_WORKLOADS = ("custom", "w1", "w2", "w3", "w4", "all")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 LATER_PRECISIONS = ("w8a8", "w8a16", "w4a16", "fp8")
 CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -241,23 +242,30 @@ class DoctorConfig:
 
 @dataclass
 class BenchConfig:
-    """`pagefleet bench`: random prompts; lengths in tokens."""
+    """`pagefleet bench`: prompts cut from a text; lengths in tokens. The sizes in tokens shape workload `custom`."""
 
+    workload: str = "custom"
+    small: bool = False
+    runs: int = 1
+    warmup: int = 1
+    text: str | None = None
+    floor: bool = True
     num_prompts: int = 32
     input_len: int = 128
     input_len_spread: float = 0.5
     output_len: int = 64
     shared_prefix_len: int = 0
-    warmup: int = 1
     json: bool = False
 
     def __post_init__(self) -> None:
+        check_choice("bench.workload", self.workload, BENCH_WORKLOADS)
+        check_int("bench.runs", self.runs, low=1)
+        check_int("bench.warmup", self.warmup, low=0)
         check_int("bench.num_prompts", self.num_prompts, low=1)
         check_int("bench.input_len", self.input_len, low=1)
         check_real("bench.input_len_spread", self.input_len_spread, 0.0, 1.0)
         check_int("bench.output_len", self.output_len, low=1)
         check_int("bench.shared_prefix_len", self.shared_prefix_len, low=0)
-        check_int("bench.warmup", self.warmup, low=0)
 
 
 @dataclass

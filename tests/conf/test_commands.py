@@ -1,15 +1,9 @@
-"""plan, doctor and bench end to end, on a checkpoint of headers and an engine of our own."""
+"""plan and doctor end to end, on a checkpoint of headers, and what batch is handed."""
 
 import json
 
-import pytest
-
 from pagefleet.runtime import cli
-from pagefleet.runtime.bench import measure, percentiles, random_prompts
 from pagefleet.runtime.compose import load_config
-from pagefleet.runtime.config import BenchConfig
-from pagefleet.runtime.errors import ConfigError, ErrorCode
-from pagefleet.runtime.outputs import CompletionOutput, OutputError, RequestOutput, RequestTimings
 
 
 def test_plan_of_a_tiny_checkpoint_by_hand(tiny_checkpoint, capsys):
@@ -107,80 +101,6 @@ def test_doctor_prints_for_people(capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "backend=auto takes: " in out
     assert "versions: python" in out
-
-
-# -- bench -----------------------------------------------------------------------------------------------------------
-
-
-def test_prompts_repeat_by_seed_share_a_prefix_and_keep_their_lengths():
-    settings = BenchConfig(num_prompts=50, input_len=100, input_len_spread=0.2, shared_prefix_len=30)
-    prompts = random_prompts(settings, vocab_size=500, seed=3)
-    assert prompts == random_prompts(settings, vocab_size=500, seed=3)
-    assert prompts != random_prompts(settings, vocab_size=500, seed=4)
-    assert len({tuple(p[:30]) for p in prompts}) == 1
-    assert len({tuple(p[:31]) for p in prompts}) > 1
-    assert {len(p) for p in prompts} <= set(range(80, 121))
-    assert len({len(p) for p in prompts}) > 5
-    assert all(0 <= t < 500 for p in prompts for t in p)
-
-
-def test_a_prefix_longer_than_a_prompt_is_refused():
-    with pytest.raises(ConfigError, match="at most 5, the shortest prompt"):
-        random_prompts(BenchConfig(input_len=10, shared_prefix_len=6), 500, 0)
-
-
-class Engine:
-    """One request a step; first token after 1 s, then one token every 0.5 s. The last request is refused."""
-
-    class tokenizer:
-        vocab_size = 500
-
-    def __init__(self):
-        self.waiting, self.names = [], []
-
-    def submit(self, request_id, prompt, params):
-        assert params.ignore_eos
-        assert params.max_tokens == 3
-        self.names.append(request_id)
-        self.waiting.append((request_id, prompt))
-
-    @property
-    def has_unfinished(self):
-        return bool(self.waiting)
-
-    def step(self):
-        name, prompt = self.waiting.pop(0)
-        if name == "bench-3":
-            return [RequestOutput(name, None, prompt, error=OutputError(ErrorCode.NEVER_FITS, "too big"))]
-        timings = RequestTimings(arrived=10.0, scheduled=10.5, first_token=11.0, finished=12.0)
-        outputs = [CompletionOutput(0, token_ids=[7, 8, 9], finish_reason="length")]
-        return [RequestOutput(name, None, prompt, outputs, num_cached_tokens=5, timings=timings)]
-
-    def metrics(self):
-        return {"backend": "toy", "isa": "none", "kernels": {}, "preemptions": 0}
-
-
-def test_bench_measures_what_the_engine_did():
-    overrides = "bench.num_prompts=4 bench.input_len=10 bench.input_len_spread=0 bench.output_len=3 bench.warmup=2"
-    engine = Engine()
-    report = measure(engine, load_config(overrides.split(), "bench"))
-    assert engine.names == ["warmup-0", "warmup-1", "bench-0", "bench-1", "bench-2", "bench-3"]
-    assert (report["requests"], report["errors"]) == (4, 1)
-    assert report["error_messages"] == ["never_fits: too big"]
-    assert (report["prompt_tokens"], report["output_tokens"]) == (30, 9)
-    assert report["kv_hit_rate"] == 0.5
-    assert report["time_to_first_token_s"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0}
-    assert report["inter_token_latency_s"]["p50"] == 0.5
-    assert report["request_latency_s"]["p99"] == 2.0
-    assert report["output_tokens_per_s"] == pytest.approx(9 / report["seconds"])
-    assert report["backend"] == "toy"
-    json.dumps(report)
-
-
-def test_percentiles_are_nearest_rank():
-    assert percentiles([float(n) for n in range(100, 0, -1)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
-    assert percentiles([4.0]) == {"p50": 4.0, "p90": 4.0, "p99": 4.0}
-    assert percentiles([]) == {"p50": None, "p90": None, "p99": None}
 
 
 # -- batch -----------------------------------------------------------------------------------------------------------
