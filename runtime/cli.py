@@ -137,10 +137,12 @@ def _command(command: str) -> Callable[[Config], int]:
 
 
 def _batch(config: Config) -> int:
+    from pagefleet.runtime.choices import create_backend
     from pagefleet.runtime.job.batch_job import run_job
     from pagefleet.runtime.llm import LLM
 
-    return run_job(config, lambda: LLM.from_config(config), result_shaping=result_shaping(config))
+    chosen = create_backend(config)[1]
+    return run_job(chosen, lambda: LLM.from_config(chosen), result_shaping=result_shaping(chosen))
 
 
 @contextmanager

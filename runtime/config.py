@@ -312,8 +312,12 @@ def check_ready(config: Config, command: str) -> None:
 
 
 def result_shaping(config: Config) -> dict[str, Any]:
-    """What decides the tokens of a job's results; the job's fingerprint is made of it. Plain JSON values."""
+    """What decides the tokens of a job's results; the job's fingerprint is made of it. Plain JSON values.
+
+    `config` names what was chosen (see `runtime/choices.py`): "auto" may be something else on the next machine.
+    """
     return {
+        "backend": config.backend.name,
         "model.path": config.model.path,
         "model.revision": config.model.revision,
         "model.tokenizer": config.model.tokenizer,

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pagefleet.backends import registry
-from pagefleet.backends.base import BackendOptions, KVGroup
+from pagefleet.backends.base import KVGroup
 from pagefleet.runtime.cache.manager import CacheManager
+from pagefleet.runtime.choices import create_backend
 from pagefleet.runtime.config import (
     BackendConfig,
     CacheConfig,
@@ -109,20 +109,16 @@ class LLM:
     def _load(self, config: Config) -> None:
         if not config.model.path:
             raise ConfigError("model.path: expected a checkpoint folder, a .gguf file or a hub id, got nothing")
+        self.backend, config = create_backend(config)
         self.config = config
-        options = BackendOptions(threads=config.backend.threads, exact=config.precision.exact)
-        self.backend = registry.create(config.backend.name, options)
-        capabilities = self.backend.capabilities()
-        dtype = _chosen("precision", config.precision.name, capabilities.compute_dtypes, capabilities.compute_dtypes[0])
-        self.kv_dtype = _chosen("cache.dtype", config.cache.dtype, capabilities.kv_dtypes, dtype)
-        self.dtype = dtype
+        self.dtype, self.kv_dtype = config.precision.name, config.cache.dtype
         folder = resolve_checkpoint(config.model.path, config.model.revision)
         self.tokenizer = Tokenizer.load(
             config.model.tokenizer or folder, trust_remote_code=config.model.trust_remote_code
         )
         self.model = HFModel.load(
             folder,
-            dtype,
+            self.dtype,
             self.backend,
             exact=config.precision.exact,
             trust_remote_code=config.model.trust_remote_code,
@@ -135,7 +131,7 @@ class LLM:
             num_blocks,
             config.cache.block_size,
             prefix_caching=config.cache.prefix_caching,
-            identity=f"{folder}:{dtype}:{self.kv_dtype}",
+            identity=f"{folder}:{self.dtype}:{self.kv_dtype}",
         )
         self.engine = Engine(
             Runner(self.model, self.backend, groups, num_blocks),
@@ -143,7 +139,7 @@ class LLM:
             config.scheduler,
             self.tokenizer,
             max_len=self.model.max_len,
-            device=capabilities.device,
+            device=self.backend.capabilities().device,
             seed=config.seed,
         )
         self._numbers = itertools.count()
@@ -337,13 +333,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and all(isinstance(t, int) and not isinstance(t, bool) for t in listed):
         return [listed]  # one prompt of token ids
     return listed
-
-
-def _chosen(key: str, asked: str, available: tuple[str, ...], default: str) -> str:
-    value = default if asked == "auto" else asked
-    if value not in available:
-        raise ConfigError(f"{key}={value}: the backend here has {', '.join(available)}")
-    return value
 
 
 def _peak_memory_bytes() -> int:

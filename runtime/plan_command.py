@@ -31,16 +31,13 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
     Raises:
         ModelError: the checkpoint cannot be read; BackendError: the backend cannot run here.
     """
-    from pagefleet.backends import registry
-    from pagefleet.backends.base import BackendOptions
+    from pagefleet.runtime.choices import create_backend
 
     path = local_checkpoint(config)
     hf_config = read_model_config(path, config.model.trust_remote_code)
     shape = shape_from_config(hf_config)
-    options = BackendOptions(threads=config.backend.threads, exact=config.precision.exact)
-    backend = registry.create(config.backend.name, options)
-    capabilities, memory = backend.capabilities(), backend.memory()
-    dtype = config.precision.name if config.precision.name != "auto" else capabilities.compute_dtypes[0]
+    backend, config = create_backend(config)
+    capabilities, memory, dtype = backend.capabilities(), backend.memory(), config.precision.name
     fixed = config.plan.memory
     limit = parse_size(fixed, "plan.memory") if fixed else memory.free
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
@@ -62,7 +59,7 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
         "backend": capabilities.name,
         "isa": capabilities.isa,
         "precision": dtype,
-        "kv_dtype": dtype if config.cache.dtype == "auto" else config.cache.dtype,
+        "kv_dtype": config.cache.dtype,
         "memory_total_bytes": memory.total,
         "memory_free_bytes": memory.free,
         "memory_source": "plan.memory" if fixed else "free now",

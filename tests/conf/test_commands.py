@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+from pagefleet.backends.cpu import host
 from pagefleet.runtime import cli
 from pagefleet.runtime.compose import load_config
 
@@ -124,6 +127,42 @@ def test_batch_hands_the_job_its_configuration_a_factory_and_what_shapes_results
     assert engine == ("an engine for", "m")
     assert shaping == result_shaping(config)
     assert shaping["seed"] == 4
+
+
+@pytest.fixture
+def finished_job(work_folder, monkeypatch):
+    """A job whose engine answers nothing but bad rows, so that what it would have computed with is all that counts."""
+    from pagefleet.runtime import llm
+
+    monkeypatch.setattr(llm.LLM, "from_config", classmethod(lambda cls, config: pytest.fail("nothing to compute")))
+    monkeypatch.setattr(host, "has_fast_bf16", lambda: True)
+    (work_folder / "in.jsonl").write_text("not JSON\n")
+    command = ["batch", "backend=cpu", "hardware=auto", "model.path=m", "job.input=in.jsonl", "job.output=out.jsonl"]
+    assert cli.main(command) == 3
+    return command
+
+
+def test_the_fingerprint_names_what_was_chosen_and_not_what_was_asked(finished_job, work_folder):
+    shaping = json.loads((work_folder / "out.jsonl.summary.json").read_text())["fingerprint"]["shaping"]
+    assert (shaping["backend"], shaping["precision"], shaping["cache.dtype"]) == ("cpu", "bf16", "bf16")
+    assert "auto" not in shaping.values()
+
+
+def test_a_job_goes_on_where_auto_chooses_the_same_and_is_refused_where_it_does_not(finished_job, monkeypatch, capsys):
+    assert cli.main(finished_job) == 3
+    assert "nothing to compute" in capsys.readouterr().err
+    assert cli.main([*finished_job, "precision=bf16"]) == 3
+    monkeypatch.setattr(host, "has_fast_bf16", lambda: False)
+    assert cli.main(finished_job) == 2
+    said = capsys.readouterr().err
+    assert "precision was 'bf16', is 'fp32'" in said
+    assert "cache.dtype was 'bf16', is 'fp32'" in said
+    assert cli.main([*finished_job, "precision=bf16"]) == 3
+
+
+def test_a_job_is_refused_on_another_backend(finished_job, capsys):
+    assert cli.main([*finished_job, "backend=reference", "precision=bf16"]) == 2
+    assert "backend was 'cpu', is 'reference'" in capsys.readouterr().err
 
 
 def test_a_folder_that_holds_one_gguf_file_is_planned_from_it(tmp_path):

@@ -125,6 +125,7 @@ def test_result_shaping_holds_what_changes_tokens_and_nothing_else():
     changed = {
         "model.path": "model.path=/n",
         "model.revision": "model.revision=v2",
+        "backend": "backend=reference",
         "precision": "precision=fp32",
         "precision.exact": "precision.exact=true",
         "cache.dtype": "cache.dtype=fp32",
