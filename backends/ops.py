@@ -9,6 +9,7 @@ Every operation treats a row by itself: what else is in the step never reaches i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,15 @@ class Norm:
     weight: torch.Tensor | None
     bias: torch.Tensor | None
     eps: float
+
+    @cached_property
+    def arguments(self) -> tuple[int, int, int, float]:
+        """What a compiled kernel is called with: the kind's number, the addresses of weight and bias (or 0), eps."""
+        for name, tensor in (("weight", self.weight), ("bias", self.bias)):
+            if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+                raise ValueError(f"norm: its {name} must be contiguous float32, not {tensor.dtype} {tensor.stride()}")
+        weight, bias = (0 if tensor is None else tensor.data_ptr() for tensor in (self.weight, self.bias))
+        return {"rms": 0, "layer": 1}[self.kind], weight, bias, self.eps
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
+
+from pagefleet.kernels.cpu import NativeKernels, load_native, why_not_native
 
 from ..base import (
     AttentionArgs,
@@ -20,8 +24,22 @@ from . import host
 from .attention import Scratch, attention
 from .exact_attention import exact_attention
 from .linear import LinearPacker, can_pack, pack_linears
+from .native_ops import NativeOps
 from .ops import CpuOps
 from .plan import CpuPlan, make_plan
+
+logger = logging.getLogger(__name__)
+_reasons_told: set[str] = set()
+
+
+def native_kernels() -> NativeKernels | None:
+    """The compiled kernels for this processor; without them a reason is logged, once, and plain torch does the work."""
+    isa = host.isa()
+    native = load_native(isa)
+    if native is None and (reason := str(why_not_native(isa))) not in _reasons_told:
+        _reasons_told.add(reason)
+        logger.warning("plain torch does the work of the CPU kernels: %s", reason)
+    return native
 
 
 class CpuBackend:
@@ -35,7 +53,8 @@ class CpuBackend:
         torch.set_num_threads(threads)
         self.exact = options.exact
         self._scratch = Scratch()
-        self._ops = CpuOps(self, options.exact)
+        native = native_kernels()
+        self._ops = CpuOps(self, options.exact) if native is None else NativeOps(self, native, options.exact)
 
     def capabilities(self) -> Capabilities:
         """What it can do here. bf16 comes first only where the processor multiplies it faster than fp32."""
@@ -53,6 +72,7 @@ class CpuBackend:
                 "write_kv": "torch",
                 "copy_blocks": "torch",
                 "linear": f"{linear}, fixed row tiles" if self.exact else linear,
+                **self._ops.kernels,
             },
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..base import Backend
 from ..exact import in_row_tiles, rows_are_independent, safe_tile_rows
 from ..ops import Linear
 from ..torch_ops import TorchLinear, TorchOps
@@ -30,7 +31,15 @@ class PackedLinear:
 
 
 class CpuOps(TorchOps):
-    """`Ops` of the CPU backend."""
+    """`Ops` of the CPU backend.
+
+    Attributes:
+        kernels: operation -> what computes it, for the doctor and the log.
+    """
+
+    def __init__(self, backend: Backend, exact: bool = False) -> None:
+        super().__init__(backend, exact)
+        self.kernels = {"norm": "torch", "activation": "torch", "query_and_store": "torch"}
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: str | None = None) -> Linear:
         """See `Ops.linear`."""

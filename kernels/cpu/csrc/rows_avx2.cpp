@@ -1,6 +1,8 @@
 #include "avx2_begin.h"
 #include "rows.h"
 #include "vec.h"
+#include "loops.h"
+#include "activations.h"
 #include "rows_impl.h"
 
-const pagefleet::RowKernels pagefleet::rows_avx2 = {pagefleet::avx2::norm};
+const pagefleet::RowKernels pagefleet::rows_avx2 = pagefleet::avx2::table;

@@ -1,6 +1,8 @@
 #include "avx512_begin.h"
 #include "rows.h"
 #include "vec.h"
+#include "loops.h"
+#include "activations.h"
 #include "rows_impl.h"
 
-const pagefleet::RowKernels pagefleet::rows_avx512 = {pagefleet::avx512::norm};
+const pagefleet::RowKernels pagefleet::rows_avx512 = pagefleet::avx512::table;

@@ -3,61 +3,116 @@
 namespace pagefleet::PAGEFLEET_ISA {
 namespace {
 
-template <typename T>
-void norm_row(const T* x, T* out, int64_t n, NormKind kind, const float* weight, const float* bias, float eps) {
-    constexpr int lanes = Vec::lanes;
-    const int64_t whole = n - n % lanes;
-    const int rest = static_cast<int>(n - whole);
+// What a row is shifted by and then multiplied with, before weight and bias.
+struct Scaling {
+    Vec centre, scale;
+};
 
-    float mean = 0.0f;
-    if (kind == NormKind::layer) {
+template <typename T>
+Scaling scaling_of(const T* x, int64_t n, const Norm& norm) {
+    Vec centre = zero();
+    if (norm.kind == NormKind::layer) {
         Vec total = zero();
-        for (int64_t i = 0; i < whole; i += lanes) total = total + load(x + i);
-        if (rest) total = total + load(x + whole, rest);
-        mean = sum(total) / static_cast<float>(n);
+        along(n, [&](int64_t i, auto part) { total = total + load(x + i, part); });
+        centre = broadcast(sum(total) / static_cast<float>(n));
     }
-    const Vec centre = broadcast(mean);
     Vec squares = zero();
-    for (int64_t i = 0; i < whole; i += lanes) {
-        const Vec d = load(x + i) - centre;
+    along(n, [&](int64_t i, auto part) {
+        const Vec d = only(load(x + i, part) - centre, part);
         squares = fma(d, d, squares);
-    }
-    float square_sum = sum(squares);
-    for (int64_t i = whole; i < n; ++i) {
-        const float d = sum(load(x + i, 1)) - mean;
-        square_sum += d * d;
-    }
-    const Vec scale = broadcast(1.0f / std::sqrt(square_sum / static_cast<float>(n) + eps));
+    });
+    return {centre, broadcast(1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + norm.eps))};
+}
 
-    for (int64_t i = 0; i < n; i += lanes) {
-        const int count = static_cast<int>(std::min<int64_t>(lanes, n - i));
-        const bool full = count == lanes;
-        Vec y = ((full ? load(x + i) : load(x + i, count)) - centre) * scale;
-        if (weight) y = y * (full ? load(weight + i) : load(weight + i, count));
-        if (bias) y = y + (full ? load(bias + i) : load(bias + i, count));
-        full ? store(out + i, y) : store(out + i, y, count);
-    }
+template <typename Part>
+Vec normed(Vec x, int64_t i, Part part, const Scaling& by, const Norm& norm) {
+    Vec y = (x - by.centre) * by.scale;
+    if (norm.weight) y = y * load(norm.weight + i, part);
+    if (norm.bias) y = y + load(norm.bias + i, part);
+    return y;
 }
 
 template <typename T>
-void norm_rows(const void* x, void* out, int64_t rows, int64_t n, int64_t x_stride, int64_t out_stride, NormKind kind,
-               const float* weight, const float* bias, float eps) {
-    const auto* from = static_cast<const T*>(x);
-    auto* to = static_cast<T*>(out);
-#pragma omp parallel for schedule(static) if (rows * n >= kParallelElements)
-    for (int64_t r = 0; r < rows; ++r)
-        norm_row(from + r * x_stride, to + r * out_stride, n, kind, weight, bias, eps);
+void norm_row(const T* x, T* out, int64_t n, const Norm& norm) {
+    const Scaling by = scaling_of(x, n, norm);
+    along(n, [&](int64_t i, auto part) { store(out + i, normed(load(x + i, part), i, part, by, norm), part); });
 }
 
-void norm(Type type, const void* x, void* out, int64_t rows, int64_t n, int64_t x_stride, int64_t out_stride,
-          NormKind kind, const float* weight, const float* bias, float eps) {
-    switch (type) {
-        case Type::fp32: return norm_rows<float>(x, out, rows, n, x_stride, out_stride, kind, weight, bias, eps);
-        case Type::bf16: return norm_rows<bf16>(x, out, rows, n, x_stride, out_stride, kind, weight, bias, eps);
-        case Type::fp16: return norm_rows<fp16>(x, out, rows, n, x_stride, out_stride, kind, weight, bias, eps);
-        case Type::int8: return;  // the caller has refused it
+template <typename T>
+void add_norm_row(const T* x, T* residual, T* out, int64_t n, const Norm& norm, const Norm& post, float scale) {
+    const Vec factor = broadcast(scale);
+    if (post.kind == NormKind::none) {
+        along(n, [&](int64_t i, auto part) {
+            store(residual + i, fma(load(x + i, part), factor, load(residual + i, part)), part);
+        });
+    } else {
+        const Scaling by = scaling_of(x, n, post);
+        along(n, [&](int64_t i, auto part) {
+            const Vec y = normed(load(x + i, part), i, part, by, post);
+            store(residual + i, fma(y, factor, load(residual + i, part)), part);
+        });
+    }
+    if (norm.kind != NormKind::none) norm_row(residual, out, n, norm);
+}
+
+void norm(Type type, int64_t rows, int64_t n, ConstRows x, Rows out, const Norm& norm) {
+    with_type(type, [&](auto element) {
+        using T = decltype(element);
+        over_rows(rows, rows * n, [&](int64_t r) { norm_row(row<T>(x, r), row<T>(out, r), n, norm); });
+    });
+}
+
+void add_norm(Type type, int64_t rows, int64_t n, ConstRows x, Rows residual, Rows out, const Norm& norm,
+              const Norm& post, float scale) {
+    with_type(type, [&](auto element) {
+        using T = decltype(element);
+        over_rows(rows, rows * n, [&](int64_t r) {
+            add_norm_row(row<T>(x, r), row<T>(residual, r), row<T>(out, r), n, norm, post, scale);
+        });
+    });
+}
+
+template <typename F>
+void with_activation(Activation name, F&& f) {
+    switch (name) {
+        case Activation::silu: return f(Silu{});
+        case Activation::gelu: return f(Gelu{});
+        case Activation::gelu_tanh: return f(GeluTanh{});
+        case Activation::relu: return f(Relu{});
+        case Activation::relu2: return f(Relu2{});
+        case Activation::identity: return f(Identity{});
     }
 }
+
+void activation(Type type, int64_t rows, int64_t n, ConstRows x, Rows out, Activation name) {
+    with_type(type, [&](auto element) {
+        using T = decltype(element);
+        with_activation(name, [&](auto function) {
+            over_rows(rows, rows * n, [&](int64_t r) {
+                const T* from = row<T>(x, r);
+                T* to = row<T>(out, r);
+                along(n, [&](int64_t i, auto part) { store(to + i, function.of(load(from + i, part)), part); });
+            });
+        });
+    });
+}
+
+void gated_activation(Type type, int64_t rows, int64_t n, ConstRows x, Rows out, Activation name) {
+    with_type(type, [&](auto element) {
+        using T = decltype(element);
+        with_activation(name, [&](auto function) {
+            over_rows(rows, rows * n, [&](int64_t r) {
+                const T *gate = row<T>(x, r), *up = gate + n;
+                T* to = row<T>(out, r);
+                along(n, [&](int64_t i, auto part) {
+                    store(to + i, function.of(load(gate + i, part)) * load(up + i, part), part);
+                });
+            });
+        });
+    });
+}
+
+constexpr RowKernels table = {norm, add_norm, activation, gated_activation};
 
 }  // namespace
 }  // namespace pagefleet::PAGEFLEET_ISA

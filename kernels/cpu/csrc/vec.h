@@ -69,8 +69,12 @@ inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
 inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }  // b where either is NaN
+inline Vec select_below(Vec a, Vec b, Vec yes, Vec no) {  // where a < b
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+}
 inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline Vec scale_by_power_of_two(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+inline Vec keep_first(Vec a, int n) { return {_mm512_maskz_mov_ps(first_lanes(n), a.v)}; }  // the others are zero
 inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
 
@@ -137,12 +141,16 @@ inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }  // b where either is NaN
 inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }  // b where either is NaN
+inline Vec select_below(Vec a, Vec b, Vec yes, Vec no) {  // where a < b
+    return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+}
 inline Vec round(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // n is whole and within [-126, 127] for a result that is not subnormal
 inline Vec scale_by_power_of_two(Vec a, Vec n) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
     return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent))};
 }
+inline Vec keep_first(Vec a, int n) { return {_mm256_and_ps(a.v, _mm256_castsi256_ps(first_lanes(n)))}; }
 inline float sum(Vec a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));

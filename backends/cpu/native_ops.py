@@ -1,0 +1,78 @@
+"""A decoder's operations by the compiled kernels.
+
+A call costs more than its arithmetic when a step has few rows, so arguments are numbers that are at hand: addresses,
+sizes, and what a norm carries ready-made. A dtype or a layout that the kernels do not have goes to plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pagefleet.kernels.cpu import NativeKernels
+from pagefleet.kernels.cpu.native import TYPES
+
+from ..base import Backend
+from ..ops import ACTIVATIONS, Norm
+from .ops import CpuOps
+
+_TYPES = {dtype: TYPES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
+_NO_NORM = (2, 0, 0, 0.0)
+
+
+class NativeOps(CpuOps):
+    """`Ops` with compiled kernels.
+
+    Exact as they are: a row is computed in a fixed order, by one thread, and sees no other row.
+    """
+
+    def __init__(self, backend: Backend, native: NativeKernels, exact: bool = False) -> None:
+        super().__init__(backend, exact)
+        self.kernels = {"norm": "C++", "activation": "C++", "query_and_store": "torch"}
+        self._native_norm, self._native_add_norm = native.norm, native.add_norm
+        self._native_activation, self._native_gated = native.activation, native.gated_activation
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """See `Ops.norm`."""
+        number, (stride, step) = _TYPES.get(x.dtype), x.stride()
+        if number is None or step != 1:
+            return super().norm(x, norm)
+        out, (rows, n) = torch.empty_like(x), x.shape
+        self._native_norm(number, rows, n, x.data_ptr(), stride, out.data_ptr(), out.stride(0), *norm.arguments)
+        return out
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm | None, post: Norm | None = None, scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.add_norm`. The sum is `residual` itself."""
+        number, (stride, step), (residual_stride, residual_step) = _TYPES.get(x.dtype), x.stride(), residual.stride()
+        if number is None or step != 1 or residual_step != 1 or residual.dtype != x.dtype:
+            return super().add_norm(x, residual, norm, post, scale)
+        rows, n = x.shape
+        out = residual if norm is None else torch.empty_like(x)
+        self._native_add_norm(
+            number, rows, n, x.data_ptr(), stride, residual.data_ptr(), residual_stride, out.data_ptr(), out.stride(0),
+            *(_NO_NORM if norm is None else norm.arguments), *(_NO_NORM if post is None else post.arguments), scale,
+        )  # fmt: skip
+        return out, residual
+
+    def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """See `Ops.activation`."""
+        number, (stride, step) = _TYPES.get(x.dtype), x.stride()
+        if number is None or step != 1:
+            return super().activation(x, name)
+        out, (rows, n) = torch.empty_like(x), x.shape
+        self._native_activation(
+            number, rows, n, x.data_ptr(), stride, out.data_ptr(), out.stride(0), _ACTIVATIONS[name]
+        )
+        return out
+
+    def gated_activation(self, gate_up: torch.Tensor, name: str) -> torch.Tensor:
+        """See `Ops.gated_activation`."""
+        number, (stride, step), (rows, both) = _TYPES.get(gate_up.dtype), gate_up.stride(), gate_up.shape
+        if number is None or step != 1:
+            return super().gated_activation(gate_up, name)
+        n = both // 2
+        out = gate_up.new_empty(rows, n)
+        self._native_gated(number, rows, n, gate_up.data_ptr(), stride, out.data_ptr(), n, _ACTIVATIONS[name])
+        return out
