@@ -198,7 +198,11 @@ class Backend(Protocol):
         ...
 
     def write_kv(self, plan: Any, group: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store new keys [T, Hkv, D] and values [T, Hkv, Dv] of `layer` in the slots of the step."""
+        """Store new keys [T, Hkv, D] and values [T, Hkv, Dv] of `layer` in the slots of the step.
+
+        All of them, before `attention` reads any: a block table may hold blocks that another sequence of the same
+        step fills.
+        """
         ...
 
     def attention(self, plan: Any, group: int, layer: int, query: torch.Tensor, args: AttentionArgs) -> torch.Tensor:

@@ -170,6 +170,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step and reserve its blocks."""
         plan = StepPlan()
+        self.cache.begin_step()
         budget = self.config.max_batched_tokens
         preempted = False
         index = 0
@@ -180,6 +181,7 @@ class Scheduler:
                 preempted = True
                 self._preempt(self.running[-1])
                 continue  # the same index again: the victim may have been this sequence itself
+            self.cache.announce(sequence, num_new)
             plan.scheduled.append(Scheduled(sequence, sequence.num_computed, num_new))
             budget -= num_new
             index += 1
@@ -236,6 +238,7 @@ class Scheduler:
             if not self.cache.reserve(sequence, num_new):
                 self.cache.free(sequence)
                 return
+            self.cache.announce(sequence, num_new)
             self.waiting.remove(sequence)
             sequence.status = Status.RUNNING
             self._insert(sequence)

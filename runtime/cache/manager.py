@@ -48,6 +48,7 @@ class CacheManager:
         self.prefix_caching = prefix_caching
         self._identity = identity
         self._roots: dict[str, bytes] = {}
+        self._in_step: list[dict[bytes, tuple[int, list[int]]]] = [{} for _ in num_blocks]  # hash -> block, its tokens
         self.queried_tokens = 0
         self.hit_tokens = 0
         self.reservations = 0
@@ -86,7 +87,10 @@ class CacheManager:
     # -- prefix cache --------------------------------------------------------------------------------------------
 
     def match(self, sequence: Sequence) -> Hit:
-        """The longest cached prefix that every group can serve, at most num_tokens - 1. Takes nothing yet."""
+        """The longest prefix, at most num_tokens - 1, that every group has or that the step will have filled.
+
+        Takes nothing yet.
+        """
         empty = Hit(0, [[] for _ in self.pools])
         if not self.prefix_caching or sequence.request.params.prompt_logprobs is not None:
             return empty
@@ -115,6 +119,26 @@ class CacheManager:
         sequence.num_cached = max(sequence.num_cached, min(hit.num_tokens, sequence.num_prompt))
 
     # -- a step --------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A new step is planned: what the last one announced is either committed or gone."""
+        for announced in self._in_step:
+            announced.clear()
+
+    def announce(self, sequence: Sequence, num_new: int) -> None:
+        """The step will fill prompt blocks of a sequence: others that join the step may already share them.
+
+        In every layer the keys and values of all tokens of a step are written before any of them is attended to.
+        """
+        if not self.prefix_caching or num_new <= 1:
+            return
+        first = sequence.num_computed // self.block_size
+        end = min(sequence.num_computed + num_new, sequence.num_prompt)
+        self._hash(sequence, end)
+        for index in range(first, end // self.block_size):
+            tokens = self._block_tokens(sequence, index)
+            for announced, table in zip(self._in_step, sequence.tables, strict=True):
+                announced.setdefault(sequence.hashes[index], (table[index], tokens))
 
     def reserve(self, sequence: Sequence, num_new: int) -> bool:
         """Append the blocks that the next `num_new` tokens need, in every group or in none."""
@@ -252,7 +276,12 @@ class CacheManager:
         return end, [NULL_BLOCK] * (end - len(run)) + run[::-1]
 
     def _lookup(self, group: int, sequence: Sequence, index: int) -> int | None:
-        return self.pools[group].lookup(sequence.hashes[index], self._block_tokens(sequence, index))
+        tokens = self._block_tokens(sequence, index)
+        block = self.pools[group].lookup(sequence.hashes[index], tokens)
+        if block is None:
+            announced, filled_with = self._in_step[group].get(sequence.hashes[index], (None, None))
+            block = announced if filled_with == tokens else None
+        return block
 
     def _slide(self, group: int, sequence: Sequence, window: int) -> None:
         """Free blocks that no later query can see: all their positions are <= num_computed - window."""

@@ -246,6 +246,7 @@ def test_the_command_runs_every_small_workload_and_compares_with_the_floor(
         assert report["prompt_tokens"] == sum(workload.lengths)
         assert report["output_tokens"] == len(workload.lengths) * workload.new
         assert report["times_floor"] == pytest.approx(report["seconds"] / report["floor"]["seconds"])
+    assert reports[2]["kv_hit_rate"] > 0.7, "the shared prefix was computed more than once"
 
 
 def test_the_command_prints_a_table_and_the_exit_code_tells_of_failed_requests(

@@ -119,6 +119,20 @@ def test_cache_chunk_block_batch_and_preemption_never_change_a_token(
         assert llm.metrics()["preemptions"] > 0
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("model", ["llama", "windowed"])
+def test_a_prefix_that_is_shared_within_one_step_never_changes_a_token(
+    model: str, exact: bool, make: Callable[..., LLM], request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    prompts = [PROMPTS[3] + [9 + i] * (1 + i) for i in range(5)]
+    alone = ids(make(path, max_num_seqs=1, enable_prefix_caching=False, exact=exact).generate(prompts, GREEDY))
+    llm = make(path, block_size=4, exact=exact)
+    outputs = llm.generate(prompts, GREEDY)
+    assert ids(outputs) == alone
+    assert [o.num_cached_tokens for o in outputs] == [0, 40, 40, 40, 40], "one step computed the prefix for all"
+
+
 def test_exact_mode_gives_bit_identical_logprobs_in_any_company(llama: str, make: Callable[..., LLM]) -> None:
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
     llm = make(llama, exact=True)

@@ -153,3 +153,30 @@ def test_a_failed_step_leaves_tables_counts_and_order_as_they_were() -> None:
     assert driver.sequences[1].status is Status.WAITING
     driver.run()
     assert sorted(driver.finished) == [0, 1]
+
+
+def test_sequences_that_join_in_one_step_compute_their_shared_prefix_once() -> None:
+    driver = Driver(a_scheduler(blocks=64, windows=(None, 6), max_batched_tokens=30))
+    for length in (12, 13, 12):
+        driver.add(length, 2)
+    plan = driver.scheduler.schedule()
+    assert [(e.start, e.num_new) for e in plan.scheduled] == [(0, 12), (12, 1), (10, 2)]
+    first, second, third = (s.tables[0] for s in driver.sequences)
+    assert second[:6] == first
+    assert third[:5] == first[:5]
+    assert third[5] != first[5], "the last token of a prompt is always computed"
+    driver.scheduler.rollback(plan)
+    assert all(pool.num_used == 0 for pool in driver.scheduler.cache.pools)
+    driver.run()
+    assert all(pool.num_used == 0 for pool in driver.scheduler.cache.pools)
+
+
+def test_a_prefix_that_a_step_computes_in_part_is_shared_as_far_as_it_goes() -> None:
+    driver = Driver(a_scheduler(blocks=64, long_prefill_tokens=7))
+    driver.add(12, 2)
+    driver.add(12, 2)
+    plan = driver.scheduler.schedule()
+    assert [(e.start, e.num_new) for e in plan.scheduled] == [(0, 7), (6, 6)]
+    driver.scheduler.rollback(plan)
+    driver.run()
+    assert all(pool.num_used == 0 for pool in driver.scheduler.cache.pools)
