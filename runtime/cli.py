@@ -1,4 +1,4 @@
-"""`pagefleet batch|plan|doctor|bench`: the first word picks the primary configuration, the rest is Hydra's."""
+"""`pagefleet batch|plan|doctor|bench|gate`: the first word picks the primary configuration, the rest is Hydra's."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ commands:
   plan     what memory a model needs and how many tokens fit, before loading it
   doctor   which backends are available here, and why (not)
   bench    measure throughput and latency on prompts of known lengths
+  gate     measure what a precision and a KV dtype cost in quality
 
 pagefleet COMMAND --help lists its groups, keys and flags."""
 
@@ -131,9 +132,13 @@ def _command(command: str) -> Callable[[Config], int]:
         from pagefleet.runtime.doctor import run_doctor
 
         return run_doctor
-    from pagefleet.runtime.bench import run_bench
+    if command == "bench":
+        from pagefleet.runtime.bench import run_bench
 
-    return run_bench
+        return run_bench
+    from pagefleet.runtime.gate import run_gate
+
+    return run_gate
 
 
 def _batch(config: Config) -> int:

@@ -28,7 +28,7 @@ from pagefleet.runtime.config import (
 from pagefleet.runtime.errors import ConfigError
 
 CONF_MODULE = "pagefleet.conf"
-_COMMAND_SECTIONS = {"batch": "job", "plan": "plan", "doctor": "doctor", "bench": "bench"}
+_COMMAND_SECTIONS = {"batch": "job", "plan": "plan", "doctor": "doctor", "bench": "bench", "gate": "gate"}
 _LATER_OPTIONS = {"precision": LATER_PRECISIONS}
 
 

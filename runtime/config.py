@@ -18,7 +18,7 @@ from pagefleet.runtime.errors import ConfigError
 from pagefleet.runtime.sampling_params import SamplingParams, StructuredOutput
 from pagefleet.runtime.sizes import parse_size
 
-COMMANDS = ("batch", "plan", "doctor", "bench")
+COMMANDS = ("batch", "plan", "doctor", "bench", "gate")
 BENCH_WORKLOADS = ("custom", "w1", "w2", "w3", "w4", "all")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 LATER_PRECISIONS = ("w8a8", "w8a16", "w4a16", "fp8")
@@ -269,6 +269,26 @@ class BenchConfig:
 
 
 @dataclass
+class GateConfig:
+    """`pagefleet gate`: the text, what is compared with, and the bounds."""
+
+    text: str | None = None
+    max_tokens: int = 512
+    baseline_precision: str = "fp32"
+    max_perplexity_increase: float = 0.05
+    min_top1_agreement: float = 0.9
+    min_layer_cosine: float = 0.98
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("gate.max_tokens", self.max_tokens, low=2)
+        check_choice("gate.baseline_precision", self.baseline_precision, ("fp32", "bf16", "fp16"))
+        check_real("gate.max_perplexity_increase", self.max_perplexity_increase, 0.0, 1000.0)
+        check_real("gate.min_top1_agreement", self.min_top1_agreement, 0.0, 1.0)
+        check_real("gate.min_layer_cosine", self.min_layer_cosine, -1.0, 1.0)
+
+
+@dataclass
 class Config:
     """Everything. `seed` makes sampling repeatable."""
 
@@ -282,6 +302,7 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -6,6 +6,8 @@ import copy
 import inspect
 import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,29 @@ class HFModel:
         stub: _GivenHidden = self._head.pagefleet_given
         with stub.giving(hidden[None]):
             return self._head(input_ids=placeholder, use_cache=False).logits[0].float()
+
+    @contextmanager
+    def observing(self, note: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+        """Inside, `note(layer, output)` is called with the output [T, H] of each decoder layer in every forward pass.
+
+        Raises:
+            ModelError: the model keeps its layers in no list.
+        """
+        attending_modules = {id(call.module) for call in self.calls}
+        lists = [m for m in self._base.modules() if isinstance(m, nn.ModuleList)]
+        layers = next((x for x in lists if len(x) and any(id(m) in attending_modules for m in x[0].modules())), None)
+        if layers is None:
+            raise ModelError(f"{type(self.module).__name__} keeps its layers in no list, so they cannot be observed")
+
+        def hook(number: int) -> Callable[[nn.Module, Any, Any], None]:
+            return lambda _module, _args, out: note(number, (out[0] if isinstance(out, tuple) else out).flatten(0, -2))
+
+        hooks = [layer.register_forward_hook(hook(number)) for number, layer in enumerate(layers)]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
 
     def self_test(self) -> SelfTest:
         """Packed two-sequence and chunked run against eager attention of the model as it is now."""

@@ -43,7 +43,7 @@ def test_the_first_word_picks_the_primary_configuration(ran):
 @pytest.mark.parametrize("argument", ["bach", "BATCH", "--batch"])
 def test_an_unknown_command_lists_the_commands(argument, capsys):
     assert cli.main([argument]) == 2
-    assert "expected one of batch, plan, doctor, bench" in capsys.readouterr().err
+    assert "expected one of batch, plan, doctor, bench, gate" in capsys.readouterr().err
 
 
 def test_no_command_prints_the_usage_and_is_refused(capsys):
@@ -55,7 +55,7 @@ def test_no_command_prints_the_usage_and_is_refused(capsys):
 def test_help_lists_the_commands(flag, capsys):
     assert cli.main([flag]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("batch", "plan", "doctor", "bench"))
+    assert all(word in out for word in ("batch", "plan", "doctor", "bench", "gate"))
 
 
 def test_version(capsys):
@@ -63,7 +63,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("pagefleet 0")
 
 
-@pytest.mark.parametrize("command", ["batch", "plan", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["batch", "plan", "doctor", "bench", "gate"])
 def test_help_of_a_command_lists_groups_and_keys(command, capsys, ran):
     assert cli.main([command, "--help"]) == 0
     out = capsys.readouterr().out

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pagefleet.runtime.compose import leaf_types, load_config
-from pagefleet.runtime.config import COMMANDS, BenchConfig, Config, JobConfig, check_ready, result_shaping
+from pagefleet.runtime.config import COMMANDS, BenchConfig, Config, GateConfig, JobConfig, check_ready, result_shaping
 from pagefleet.runtime.errors import ConfigError
 
 CONF = files("pagefleet.conf")
@@ -144,4 +144,5 @@ def test_sections_of_other_commands_keep_their_defaults():
     config = load_config([], "plan")
     assert config.job == JobConfig()
     assert config.bench == BenchConfig()
-    assert {f.name for f in fields(Config)} >= {"job", "plan", "doctor", "bench"}
+    assert load_config([], "gate").gate == GateConfig()
+    assert {f.name for f in fields(Config)} >= {"job", "plan", "doctor", "bench", "gate"}

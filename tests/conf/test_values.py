@@ -69,7 +69,7 @@ def test_a_name_that_comes_later_is_known_but_not_available(override, key, avail
 
 
 def test_an_unknown_command_is_refused_with_the_commands():
-    with pytest.raises(ConfigError, match="batch, plan, doctor, bench"):
+    with pytest.raises(ConfigError, match="batch, plan, doctor, bench, gate"):
         load_config([], "bacth")
 
 
