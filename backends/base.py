@@ -106,7 +106,7 @@ class KVGroup:
     block_size: int
 
     def block_bytes(self, element_bytes: int) -> int:
-        """Unpadded bytes of one block, keys and values of all layers."""
+        """Unpadded bytes of one block, keys and values of all layers; scales of a quantised dtype come on top."""
         per_token = sum(x.num_kv_heads * (x.head_dim + x.value_head_dim) for x in self.layers)
         return per_token * element_bytes * self.block_size
 

@@ -9,9 +9,10 @@ import torch
 
 from pagefleet.kernels import reference
 
-from .base import BackendError, KVGroup, KVPool, OutOfMemory, out_of_memory_as_error
+from .base import BackendError, KVGroup, KVPool, LayerKV, OutOfMemory, out_of_memory_as_error
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+SCALED = ("int8",)  # kept with one float32 scale for each token and KV head
 BLOCK_ALIGNMENT = 128
 
 
@@ -19,16 +20,22 @@ BLOCK_ALIGNMENT = 128
 class BlockPool:
     """All blocks of one KV group.
 
+    In a block lies layer after layer: keys, then values, each head after head and token by token, so that what one
+    head reads lies together. A layer of an int8 pool begins with its scales, one float32 for each token and head: of
+    the keys, head after head and token by token, then of the values. Its end is padded to a multiple of 4 bytes.
+
     Attributes:
-        data: uint8 [num_blocks, block_bytes]; in a block, layer after layer, keys then values, head after head,
-            token by token: what one head reads lies together.
+        data: uint8 [num_blocks, block_bytes].
         keys: layer -> [num_blocks, block_size, Hkv, D] view; values: the same with Dv.
+        key_scales, value_scales: layer -> float32 [num_blocks, block_size, Hkv] view; empty unless int8.
     """
 
     group: KVGroup
     data: torch.Tensor
     keys: dict[int, torch.Tensor]
     values: dict[int, torch.Tensor]
+    key_scales: dict[int, torch.Tensor]
+    value_scales: dict[int, torch.Tensor]
 
     @property
     def num_blocks(self) -> int:
@@ -36,17 +43,24 @@ class BlockPool:
         return self.data.shape[0]
 
 
-def padded_block_bytes(group: KVGroup, backend: str) -> int:
+def padded_block_bytes(group: KVGroup, backend: str, kv_dtypes: tuple[str, ...] = tuple(DTYPES)) -> int:
     """Bytes of one block, rounded up to 128. Raises BackendError for a dtype or a size that cannot be kept."""
-    if group.dtype not in DTYPES:
-        raise BackendError(f"backend '{backend}' cannot keep KV as '{group.dtype}'; choose one of {sorted(DTYPES)}")
+    if group.dtype not in kv_dtypes:
+        raise BackendError(f"backend '{backend}' cannot keep KV as '{group.dtype}'; choose one of {sorted(kv_dtypes)}")
     if group.block_size < 1:
         raise BackendError(f"block_size must be at least 1, not {group.block_size}")
     for layer in group.layers:
         if min(layer.num_kv_heads, layer.head_dim, layer.value_head_dim) < 1:
             raise BackendError(f"layer {layer.layer} has an empty KV shape: {layer}")
-    exact = group.block_bytes(DTYPES[group.dtype].itemsize)
+    exact = sum(layer_bytes(group, layer) for layer in group.layers)
     return -(-exact // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+def layer_bytes(group: KVGroup, layer: LayerKV) -> int:
+    """Bytes of one layer in a block, its scales included."""
+    rows = group.block_size * layer.num_kv_heads
+    data = rows * (layer.head_dim + layer.value_head_dim) * DTYPES[group.dtype].itemsize
+    return 2 * 4 * rows + -(-data // 4) * 4 if group.dtype in SCALED else data
 
 
 def allocate_pool(group: KVGroup, num_blocks: int, block_bytes: int, device: torch.device, free: int) -> BlockPool:
@@ -71,8 +85,7 @@ def allocate_pool(group: KVGroup, num_blocks: int, block_bytes: int, device: tor
             data = torch.from_numpy(buffer[skip : skip + num_blocks * block_bytes]).view(num_blocks, block_bytes)
         else:
             data = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
-    keys, values = layer_views(group, data)
-    return BlockPool(group, data, keys, values)
+    return with_views(group, data)
 
 
 def copy_blocks(pool: KVPool, pairs: list[tuple[int, int]]) -> None:
@@ -89,16 +102,27 @@ def copy_blocks(pool: KVPool, pairs: list[tuple[int, int]]) -> None:
             raise BackendError(str(error)) from error
 
 
-def layer_views(group: KVGroup, data: torch.Tensor) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """Typed views of every layer's keys and values in `data` (see `BlockPool`)."""
+def with_views(group: KVGroup, data: torch.Tensor) -> BlockPool:
+    """A pool over `data` uint8 [num_blocks, block_bytes] with typed views of every layer."""
+    pool = BlockPool(group, data, {}, {}, {}, {})
     typed = data.view(DTYPES[group.dtype])
-    keys: dict[int, torch.Tensor] = {}
-    values: dict[int, torch.Tensor] = {}
+    scales = data.view(torch.float32) if group.dtype in SCALED else None
     offset = 0
+
+    def view(of: torch.Tensor, begin: int, heads: int, *size: int) -> torch.Tensor:
+        rest = size[0] if size else 1
+        shape = (data.shape[0], group.block_size, heads, *size)
+        strides = (of.stride(0), rest, group.block_size * rest, *(1 for _ in size))
+        return of.as_strided(shape, strides, of.storage_offset() + begin // of.element_size())
+
     for layer in group.layers:
-        for views, size in ((keys, layer.head_dim), (values, layer.value_head_dim)):
-            shape = (data.shape[0], group.block_size, layer.num_kv_heads, size)
-            strides = (typed.stride(0), size, group.block_size * size, 1)
-            views[layer.layer] = typed.as_strided(shape, strides, typed.storage_offset() + offset)
-            offset += group.block_size * layer.num_kv_heads * size
-    return keys, values
+        begin, heads, rows = offset, layer.num_kv_heads, group.block_size * layer.num_kv_heads
+        if scales is not None:
+            for scale_views in (pool.key_scales, pool.value_scales):
+                scale_views[layer.layer] = view(scales, begin, heads)
+                begin += 4 * rows
+        for views, size in ((pool.keys, layer.head_dim), (pool.values, layer.value_head_dim)):
+            views[layer.layer] = view(typed, begin, heads, size)
+            begin += rows * size * typed.element_size()
+        offset += layer_bytes(group, layer)
+    return pool

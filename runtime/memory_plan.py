@@ -1,7 +1,8 @@
 """The planning formula: what a model needs before anything is loaded, and how many blocks fit. Pure arithmetic.
 
 Peak = weights + activations of one step + logits workspace + KV pools. KV of a token in one group is
-`layers * kv_heads * (key_size + value_size) * bytes`, the usual `2 * layers * kv_heads * head_dim * bytes`.
+`layers * kv_heads * (key_size + value_size) * bytes`, the usual `2 * layers * kv_heads * head_dim * bytes`; a quantised
+cache adds two scales for each layer and KV head.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 from pagefleet.runtime.errors import ModelError
 from pagefleet.runtime.sizes import format_size
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+SCALE_BYTES = {"int8": 4}  # of the scale that a quantised cache keeps for each token and KV head
 BLOCK_ALIGNMENT = 128
 _NULL_BLOCKS = 1  # block 0 of every pool
 
@@ -28,9 +30,10 @@ class GroupShape:
     value_head_dim: int
     window: int | None = None
 
-    def token_bytes(self, element_bytes: int) -> int:
-        """KV bytes of one token in this group."""
-        return self.num_layers * self.num_kv_heads * (self.head_dim + self.value_head_dim) * element_bytes
+    def token_bytes(self, dtype: str) -> int:
+        """KV bytes of one token in this group, for a cache of this dtype."""
+        row = (self.head_dim + self.value_head_dim) * ELEMENT_BYTES[dtype] + 2 * SCALE_BYTES.get(dtype, 0)
+        return self.num_layers * self.num_kv_heads * row
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ def plan_memory(
         kv_memory_bytes: bytes for KV as the user fixed them; None: `memory_fraction` of what is left.
     """
     element = ELEMENT_BYTES[compute_dtype]
-    kv_element = ELEMENT_BYTES[compute_dtype if kv_dtype == "auto" else kv_dtype]
+    kv_dtype = compute_dtype if kv_dtype == "auto" else kv_dtype
     max_len = min(max_len or shape.max_len, shape.max_len)
     rows = min(max_sequences, max_batched_tokens)
     activations = activation_bytes(shape, max_batched_tokens, element)
@@ -255,7 +258,7 @@ def plan_memory(
     budget = kv_memory_bytes if kv_memory_bytes is not None else int(left * memory_fraction) if left > 0 else left
     if kv_memory_bytes is not None and kv_memory_bytes > left:
         budget = left  # never promise what is not there
-    budgets = [GroupBudget(_aligned(g.token_bytes(kv_element) * block_size), g.window) for g in shape.groups]
+    budgets = [GroupBudget(_aligned(g.token_bytes(kv_dtype) * block_size), g.window) for g in shape.groups]
     fit = kv_blocks_that_fit(
         budget, budgets, block_size, max_len=max_len, max_sequences=rows, max_batched_tokens=max_batched_tokens
     )
@@ -265,7 +268,7 @@ def plan_memory(
         activations=activations,
         logits=logits,
         kv_budget=budget,
-        token_bytes=sum(g.token_bytes(kv_element) for g in shape.groups),
+        token_bytes=sum(g.token_bytes(kv_dtype) for g in shape.groups),
         max_len=max_len,
         max_sequences=rows,
         max_batched_tokens=max_batched_tokens,

@@ -82,7 +82,7 @@ class CpuBackend:
 
     def block_bytes(self, group: KVGroup) -> int:
         """See `Backend.block_bytes`."""
-        return padded_block_bytes(group, "cpu")
+        return padded_block_bytes(group, "cpu", self.capabilities().kv_dtypes)
 
     def allocate_pool(self, group: KVGroup, num_blocks: int) -> BlockPool:
         """A zeroed pool, whose pages are taken as blocks are first written. Raises OutOfMemory."""

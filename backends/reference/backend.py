@@ -48,7 +48,7 @@ class ReferenceBackend:
             device=str(self.device),
             isa=host.isa() if self.device.type == "cpu" else str(self.device),
             compute_dtypes=("fp32", "bf16", "fp16"),
-            kv_dtypes=("fp32", "bf16", "fp16"),
+            kv_dtypes=("fp32", "bf16", "fp16", "int8"),
             kernels={
                 "attention": "torch, one query at a time",
                 "write_kv": "torch",
@@ -92,7 +92,15 @@ class ReferenceBackend:
     def write_kv(self, plan: ReferencePlan, group: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys [T, Hkv, D] and values [T, Hkv, Dv] in the slots of the step."""
         pool = plan.pools[group]
-        reference.write_kv(key, value, pool.keys[layer], pool.values[layer], plan.batch.groups[group].slots)
+        reference.write_kv(
+            key,
+            value,
+            pool.keys[layer],
+            pool.values[layer],
+            plan.batch.groups[group].slots,
+            pool.key_scales.get(layer),
+            pool.value_scales.get(layer),
+        )
 
     def attention(
         self, plan: ReferencePlan, group: int, layer: int, query: torch.Tensor, args: AttentionArgs
@@ -111,6 +119,8 @@ class ReferenceBackend:
                 window=args.window,
                 softcap=args.softcap,
                 sinks=args.sinks,
+                key_scales=pool.key_scales.get(layer),
+                value_scales=pool.value_scales.get(layer),
             )
 
     def synchronize(self) -> None:

@@ -22,6 +22,8 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the step's queries over cached tokens; prefill and decode are one thing.
 
@@ -34,6 +36,7 @@ def paged_attention(
         window: how many tokens a query sees, its own included; None sees all before it.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: [Hq], a score per head that takes part in the softmax and carries no value.
+        key_scales, value_scales: [num_blocks, block_size, Hkv], what an int8 cache is multiplied with.
 
     Returns:
         [T, Hq, Dv] in query's dtype, computed in float64 for a float64 query and in float32 otherwise. A query that
@@ -59,6 +62,9 @@ def paged_attention(
                 continue
             keys = key_cache[blocks, seen % block_size].to(dtype)  # [L, Hkv, D]
             values = value_cache[blocks, seen % block_size].to(dtype)
+            if key_scales is not None and value_scales is not None:
+                keys = keys * key_scales[blocks, seen % block_size, :, None].to(dtype)
+                values = values * value_scales[blocks, seen % block_size, :, None].to(dtype)
             grouped = query[t].to(dtype).view(num_kv_heads, num_heads // num_kv_heads, -1)
             scores = torch.einsum("hgd,lhd->hgl", grouped, keys) * scale
             if softcap is not None:

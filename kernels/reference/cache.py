@@ -11,6 +11,8 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """Store the step's new keys and values in their slots, in place.
 
@@ -18,6 +20,7 @@ def write_kv(
         key: [T, Hkv, D]; value: [T, Hkv, Dv]; converted to the cache's dtype.
         key_cache: [num_blocks, block_size, Hkv, D], any strides; value_cache: the same with Dv.
         slots: int64 [T], `block * block_size + offset`; a negative slot is padding and stores nothing.
+        key_scales, value_scales: float32 [num_blocks, block_size, Hkv], of an int8 cache only (see `quantize_int8`).
 
     Raises:
         IndexError: a slot lies past the last block.
@@ -25,8 +28,21 @@ def write_kv(
     block_size = key_cache.shape[1]
     keep = slots >= 0
     blocks, offsets = slots[keep] // block_size, slots[keep] % block_size
-    key_cache[blocks, offsets] = key[keep].to(key_cache.dtype)
-    value_cache[blocks, offsets] = value[keep].to(value_cache.dtype)
+    for new, cache, scales in ((key[keep], key_cache, key_scales), (value[keep], value_cache, value_scales)):
+        if scales is not None:
+            new, scales[blocks, offsets] = quantize_int8(new)
+        cache[blocks, offsets] = new.to(cache.dtype)
+
+
+def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., D] as int8 [..., D] and a float32 scale [...] for each row: x is about int8 * scale, symmetric around 0.
+
+    The scale is largest |x| / 127; a row of zeros has scale 0.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1) / 127
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    return (wide * inverse[..., None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def copy_blocks(data: torch.Tensor, pairs: list[tuple[int, int]]) -> None:

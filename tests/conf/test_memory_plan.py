@@ -35,7 +35,7 @@ SMOL = {
 def test_shape_of_a_llama():
     shape = shape_from_config(SMOL)
     assert shape == ModelShape(576, 9, 1536, 49152, 8192, (GroupShape(30, 3, 64, 64, None),))
-    assert shape.groups[0].token_bytes(2) == 2 * 30 * 3 * 64 * 2 == 23040
+    assert shape.groups[0].token_bytes("bf16") == 2 * 30 * 3 * 64 * 2 == 23040
 
 
 def test_shape_of_a_mixed_window_model_has_two_groups():
@@ -189,6 +189,7 @@ def test_kv_dtype_decides_the_bytes_of_a_token():
     common = {"weight_bytes": 0, "limit_bytes": GIB, "compute_dtype": "bf16"}
     assert plan_memory(shape, kv_dtype="fp32", **common).token_bytes == 46080
     assert plan_memory(shape, kv_dtype="auto", **common).token_bytes == 23040
+    assert plan_memory(shape, kv_dtype="int8", **common).token_bytes == 11520 + 30 * 3 * 2 * 4  # and their scales
 
 
 def test_when_nothing_fits_the_advice_really_would():

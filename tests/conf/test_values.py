@@ -42,8 +42,8 @@ LATER = [
     *[(f"precision={p}", "precision", "auto, bf16, fp16, fp32") for p in ("w8a8", "w8a16", "w4a16", "fp8")],
     *[(f"precision.name={p}", "precision", "auto, fp32, bf16, fp16") for p in ("w8a8", "w8a16", "w4a16", "fp8")],
     *[
-        (f"cache.dtype={d}", "cache.dtype", "auto, fp32, bf16, fp16")
-        for d in ("int8", "fp8", "fp8_e4m3", "fp8_e5m2", "int4")
+        (f"cache.dtype={d}", "cache.dtype", "auto, fp32, bf16, fp16, int8")
+        for d in ("fp8", "fp8_e4m3", "fp8_e5m2", "int4")
     ],
     ("cache.window=1024", "cache.window", "null"),
     ("cache.quant_group_size=128", "cache.quant_group_size", "null"),
@@ -165,7 +165,7 @@ def test_the_dataclasses_check_themselves_without_hydra():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["batch", "cache.dtype=int8"],
+        ["batch", "cache.dtype=int4"],
         ["batch", "cache.block_size=0", "model.path=m", "job.input=a", "job.output=b"],
         ["batch", "hardware=nope"],
         ["batch"],
