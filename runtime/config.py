@@ -25,6 +25,7 @@ LATER_PRECISIONS = ("w8a8", "w8a16", "w4a16", "fp8")
 CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "int8")
 LATER_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "int4")
 DECLARED_BACKENDS = ("cpu", "cuda", "onnx", "reference", "rocm")
+LOWERING = ("auto", "off")
 PROGRESS_KINDS = ("auto", "rich", "plain", "off")
 MAX_BLOCK_SIZE = 256
 
@@ -77,15 +78,20 @@ def _not_yet(key: str, value: Any) -> None:
 
 @dataclass
 class ModelConfig:
-    """Which model. `path` is a checkpoint folder, a GGUF file, or a hub id."""
+    """Which model. `path` is a checkpoint folder, a GGUF file, or a hub id.
+
+    `lowering`: "auto" runs what is understood as fused operations, "off" runs transformers' own modules.
+    """
 
     path: str = ""
     revision: str | None = None
     tokenizer: str | None = None
     max_len: int | None = None
     trust_remote_code: bool = False
+    lowering: str = "auto"
 
     def __post_init__(self) -> None:
+        check_choice("model.lowering", self.lowering, LOWERING)
         check_int("model.max_len", self.max_len, low=1, optional=True)
 
 

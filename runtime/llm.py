@@ -21,8 +21,8 @@ from pagefleet.runtime.config import (
 from pagefleet.runtime.engine import Engine
 from pagefleet.runtime.errors import ConfigError, ErrorCode, RequestError
 from pagefleet.runtime.memory_plan import GroupBudget, kv_blocks_that_fit
-from pagefleet.runtime.model.hf_model import HFModel
 from pagefleet.runtime.model.load import resolve_checkpoint
+from pagefleet.runtime.model.open import open_checkpoint
 from pagefleet.runtime.outputs import RequestOutput
 from pagefleet.runtime.runner import Runner
 from pagefleet.runtime.sampling_params import SamplingParams
@@ -50,6 +50,7 @@ class LLM:
         max_num_seqs, max_num_batched_tokens: sequences and tokens of one step.
         exact: a request's tokens are bit-identical whatever runs beside it.
         seed: of requests that name none.
+        lowering: "auto" runs models that are understood as fused operations, "off" as transformers wrote them.
 
     Raises:
         ConfigError, ModelError, BackendError: what was wrong, before anything runs.
@@ -76,11 +77,12 @@ class LLM:
         exact: bool = False,
         seed: int = 0,
         threads: int | None = None,
+        lowering: str = "auto",
     ) -> None:
         memory = None if kv_cache_memory_bytes is None else str(kv_cache_memory_bytes)
         self._load(
             Config(
-                model=ModelConfig(str(model), revision, tokenizer, max_model_len, trust_remote_code),
+                model=ModelConfig(str(model), revision, tokenizer, max_model_len, trust_remote_code, lowering),
                 backend=BackendConfig(backend, threads),
                 precision=PrecisionConfig(dtype, exact),
                 cache=CacheConfig(
@@ -116,13 +118,14 @@ class LLM:
         self.tokenizer = Tokenizer.load(
             config.model.tokenizer or folder, trust_remote_code=config.model.trust_remote_code
         )
-        self.model = HFModel.load(
+        self.model = open_checkpoint(
             folder,
             self.dtype,
             self.backend,
             exact=config.precision.exact,
             trust_remote_code=config.model.trust_remote_code,
             max_len=config.model.max_len,
+            lowering=config.model.lowering,
         )
         groups = self.model.kv_groups(config.cache.block_size, self.kv_dtype)
         num_blocks = self._num_blocks(groups)
@@ -278,6 +281,7 @@ class LLM:
             "backend": capabilities.name,
             "isa": capabilities.isa,
             "kernels": dict(capabilities.kernels),
+            "execution": self.model.execution,
             "dtype": self.dtype,
             "kv_dtype": self.kv_dtype,
         }

@@ -139,7 +139,7 @@ def examine(model_type: str) -> tuple[str, str]:
     from pagefleet.backends import registry
     from pagefleet.backends.base import BackendOptions
     from pagefleet.runtime.errors import ModelError
-    from pagefleet.runtime.model.hf_model import HFModel
+    from pagefleet.runtime.model.open import open_module
     from pagefleet.runtime.model.support import check_supported
 
     torch.set_num_threads(1)
@@ -158,7 +158,7 @@ def examine(model_type: str) -> tuple[str, str]:
         return "untried", _short(error)
     _spread(module)
     try:
-        HFModel.from_module(module, registry.create("reference", BackendOptions(threads=1)))
+        open_module(module, registry.create("reference", BackendOptions(threads=1)))
     except ModelError as error:
         return "refused", _short(error)
     except Exception as error:

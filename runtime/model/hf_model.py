@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,24 +13,25 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from pagefleet.backends.base import AttentionArgs, Backend, KVGroup, LayerKV
+from pagefleet.backends.base import AttentionArgs, Backend, KVGroup
 from pagefleet.runtime.errors import ModelError
 
 from .attention import attending
-from .load import load_module
+from .layers import decoder_layers, observing
+from .layout import AttentionLayout
 from .probe import AttentionCall, record_attention
-from .self_test import SelfTest, eager_logits, run_self_test, test_sequences
-from .support import check_supported, length_limit
+from .self_test import Expected, SelfTest, run_eager, run_self_test, test_sequences
 
-logger = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class HFModel:
-    """Runs any supported causal model of transformers over paged KV.
+    """Runs any supported causal model of transformers over paged KV, as it is.
 
     Attributes:
-        module: the transformers model, its attention set to Pagefleet's.
+        module: the transformers model, its attention set to Pagefleet's. It is changed in place and belongs to this.
+        calls: its attention calls, in order.
+        execution: "as is", and why it is not lowered.
         config: its configuration.
         vocab_size: width of the logits.
         max_len: most tokens of a sequence.
@@ -42,95 +40,47 @@ class HFModel:
         windows: the window of every attention layer, in order; None for full attention.
     """
 
-    def __init__(self, module: Any, backend: Backend, calls: list[AttentionCall], max_len: int) -> None:
-        """Use `load` or `from_module`; this takes what they have checked."""
-        self.module, self.backend, self.calls, self.max_len = module, backend, calls, max_len
+    def __init__(self, module: Any, backend: Backend, max_len: int) -> None:
+        """Use `open_checkpoint` or `open_module`; this takes a module that they have checked.
+
+        Raises:
+            ModelError: the model cannot run on a paged cache; the message says why.
+        """
+        self.module, self.backend, self.max_len = module, backend, max_len
+        self.execution = "as is"
         self.config = module.config
         self.device = backend.capabilities().device
         self.dtype = _dtype_name(module)
         self.eos_token_ids = _eos_token_ids(module)
-        self.windows = tuple(_window(call, max_len) for call in calls)
+        self.vocab_size = int(self.config.get_text_config(decoder=True).vocab_size)
         self._base = _base_model(module)
         self._extra = _forward_arguments(self._base)
-        self._group_windows = sorted(set(self.windows), key=lambda w: (w is not None, w or 0))
-        self._places = [(self._group_windows.index(self.windows[c.source]), c.source) for c in calls]
-        self._args = [AttentionArgs(c.scale, w, c.softcap) for c, w in zip(calls, self.windows, strict=True)]
         self._head: Any = None
-        self.vocab_size = int(self.config.get_text_config(decoder=True).vocab_size)
+        self.calls = self._recorded_calls()
+        self.layout = AttentionLayout(self.calls, max_len)
+        self.windows = self.layout.windows
+        self.kv_groups: Callable[[int, str], tuple[KVGroup, ...]] = self.layout.kv_groups
+        self._layers = decoder_layers(module, self.calls)
 
-    @classmethod
-    def load(
-        cls,
-        folder: Path | str,
-        dtype: str,
-        backend: Backend,
-        *,
-        exact: bool = False,
-        trust_remote_code: bool = False,
-        max_len: int | None = None,
-    ) -> HFModel:
-        """Load a safetensors checkpoint folder (see `resolve_checkpoint`) onto a backend.
+    def prepare(self, expected: Expected) -> SelfTest:
+        """Let the backend repack the weights, then compare with what was `expected` before that.
 
         Raises:
-            ModelError: the architecture is refused, the checkpoint is damaged, or the self-test failed.
+            ModelError: the self-test failed.
         """
-        if dtype not in DTYPES:
-            raise ModelError(f"dtype '{dtype}' is unknown; expected one of {', '.join(DTYPES)}")
-        module = load_module(Path(folder), DTYPES[dtype], trust_remote_code=trust_remote_code)
-        return cls.from_module(module, backend, exact=exact, max_len=max_len)
-
-    @classmethod
-    def from_module(cls, module: Any, backend: Backend, exact: bool = False, max_len: int | None = None) -> HFModel:
-        """Take over a causal transformers model: it is changed in place and belongs to the result.
-
-        `exact` states what the backend was created with; the backend makes the linear layers exact.
-
-        Raises:
-            ModelError: the architecture is refused, or the self-test failed.
-        """
-        check_supported(module.config)
-        if exact and not backend.capabilities().exact:
-            raise ModelError(f"exact mode is not possible on backend '{backend.capabilities().name}'")
-        started = time.monotonic()
-        device = backend.capabilities().device
-        module = module.eval().requires_grad_(False).to(device)
-        if module._can_set_experts_implementation():
-            module.set_experts_implementation("eager")  # grouped products pick kernels by the rows of other sequences
-        base = _base_model(module)
-        extra = _forward_arguments(base)
-        calls = record_attention(
-            module, lambda ids, at: base(input_ids=ids, position_ids=at, **extra).last_hidden_state, device
-        )
-        model = cls(module, backend, calls, length_limit(module.config, max_len))
-        sequences = test_sequences(model)
-        expected = eager_logits(model, sequences)  # before the backend touches the weights: it is under test too
-        backend.prepare_model(module)
-        model._head = _head_alone(module)
-        model.vocab_size = expected[0].shape[-1]
-        outcome = model._tested(sequences, expected)
+        self.backend.prepare_model(self.module)
+        self._head = _head_alone(self.module)
+        self.vocab_size = expected.logits[0].shape[-1]
+        outcome = run_self_test(self, expected)
         if not outcome.ok:
-            raise ModelError(f"{type(module).__name__} is not supported: its self-test failed: {outcome.reason}")
-        logger.info(
-            "model %s: %d attention layers in %d KV groups, self-test passed in %.1f s: %s",
-            type(module).__name__,
-            len(calls),
-            len(model._group_windows),
-            time.monotonic() - started,
-            outcome.reason,
-        )
-        return model
+            name = type(self.module).__name__
+            raise ModelError(f"{name} is not supported: its self-test failed: {outcome.reason}")
+        return outcome
 
-    def kv_groups(self, block_size: int, kv_dtype: str) -> tuple[KVGroup, ...]:
-        """The layers grouped by window, full attention first; a layer's number is its place in the forward pass."""
-        groups = []
-        for number, window in enumerate(self._group_windows):
-            layers = tuple(
-                LayerKV(i, call.num_kv_heads, call.head_dim, call.value_head_dim)
-                for i, call in enumerate(self.calls)
-                if call.source == i and self._places[i][0] == number
-            )
-            groups.append(KVGroup(layers, window, kv_dtype, block_size))
-        return tuple(groups)
+    def expected(self) -> Expected:
+        """What transformers alone, with eager attention, gives for the sequences of the self-test."""
+        sequences = test_sequences(self.windows, self.max_len, self.vocab_size)
+        return run_eager(self.module, sequences, self.device, self._layers)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
         """Hidden states [T, H] of flat token ids int64 [T] at positions int64 [T]; `plan` is the backend's."""
@@ -147,38 +97,25 @@ class HFModel:
         with stub.giving(hidden[None]):
             return self._head(input_ids=placeholder, use_cache=False).logits[0].float()
 
-    @contextmanager
-    def observing(self, note: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+    def observing(self, note: Callable[[int, torch.Tensor], None]) -> AbstractContextManager[None]:
         """Inside, `note(layer, output)` is called with the output [T, H] of each decoder layer in every forward pass.
 
         Raises:
             ModelError: the model keeps its layers in no list.
         """
-        attending_modules = {id(call.module) for call in self.calls}
-        lists = [m for m in self._base.modules() if isinstance(m, nn.ModuleList)]
-        layers = next((x for x in lists if len(x) and any(id(m) in attending_modules for m in x[0].modules())), None)
-        if layers is None:
+        if not self._layers:
             raise ModelError(f"{type(self.module).__name__} keeps its layers in no list, so they cannot be observed")
-
-        def hook(number: int) -> Callable[[nn.Module, Any, Any], None]:
-            return lambda _module, _args, out: note(number, (out[0] if isinstance(out, tuple) else out).flatten(0, -2))
-
-        hooks = [layer.register_forward_hook(hook(number)) for number, layer in enumerate(layers)]
-        try:
-            yield
-        finally:
-            for handle in hooks:
-                handle.remove()
+        return observing(self._layers, note)
 
     def self_test(self) -> SelfTest:
         """Packed two-sequence and chunked run against eager attention of the model as it is now."""
-        return self._tested(None, None)
+        return run_self_test(self, self.expected())
 
-    def _tested(self, sequences: list[list[int]] | None, expected: list[torch.Tensor] | None) -> SelfTest:
-        outcome = run_self_test(self, sequences, expected)
-        if not outcome.ok:
-            logger.warning("self-test of %s failed: %s", type(self.module).__name__, outcome.reason)
-        return outcome
+    def _recorded_calls(self) -> list[AttentionCall]:
+        def run(ids: torch.Tensor, positions: torch.Tensor) -> Any:
+            return self._base(input_ids=ids, position_ids=positions, **self._extra).last_hidden_state
+
+        return record_attention(self.module, run, self.device)
 
 
 class _PagedStep:
@@ -200,10 +137,10 @@ class _PagedStep:
         if number >= len(model.calls) or model.calls[number].module is not module:
             raise ModelError(f"attention call {number} came from another layer than at load")
         self._next = number + 1
-        group, layer = model._places[number]
+        group, layer = model.layout.places[number]
         if layer == number:
             model.backend.write_kv(self._plan, group, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        args = model._args[number]
+        args = model.layout.args[number]
         sinks = settings.get("s_aux")
         if sinks is not None:
             args = AttentionArgs(args.scale, args.window, args.softcap, sinks)
@@ -283,10 +220,6 @@ def _forward_arguments(base: Any) -> dict[str, Any]:
     if "position_ids" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ModelError(f"{type(base).__name__} is not supported: it cannot be told the positions of its tokens")
     return {"use_cache": False, "return_dict": True}
-
-
-def _window(call: AttentionCall, max_len: int) -> int | None:
-    return None if call.window is None or call.window >= max_len else call.window
 
 
 def _dtype_name(module: Any) -> str:

@@ -6,19 +6,19 @@ backend and dtype it is served with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from pagefleet.backends.base import AttentionBatch, GroupTables
+from pagefleet.backends.base import AttentionBatch, Backend, GroupTables, KVGroup
 from pagefleet.runtime.errors import ModelError
 
 from .attention import PAGED, set_attention
-
-if TYPE_CHECKING:
-    from .hf_model import HFModel
+from .layers import KeptOutputs, observing
 
 # Largest difference of logits, as a part of the spread of the eager ones. fp32 differs by the order of sums only; in 16
 # bits the linear layers alone, run on other shapes, differ by about a third of these bounds.
@@ -35,6 +35,33 @@ class SelfTest:
     max_error: float
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What a model should give: fp32 logits [length, V] of each sequence, and of each sequence every layer's output.
+
+    A layer's output is [length, H]; there are none for a model whose layers are not one list.
+    """
+
+    sequences: list[list[int]]
+    logits: list[torch.Tensor]
+    layers: list[list[torch.Tensor]]
+
+
+class PagedModel(Protocol):
+    """What the self-test needs of a model, however it is run."""
+
+    backend: Backend
+    device: str
+    dtype: str
+    kv_groups: Callable[[int, str], tuple[KVGroup, ...]]
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def observing(self, note: Callable[[int, torch.Tensor], None]) -> AbstractContextManager[None]: ...
+
+
 class PagedRun:
     """Sequences run step by step over KV pools of their own; blocks of different sequences are interleaved.
 
@@ -43,7 +70,7 @@ class PagedRun:
     """
 
     def __init__(
-        self, model: HFModel, num_sequences: int, capacity: int, block_size: int = 4, kv_dtype: str | None = None
+        self, model: PagedModel, num_sequences: int, capacity: int, block_size: int = 4, kv_dtype: str | None = None
     ) -> None:
         self.model, self.block_size = model, block_size
         self.lengths = [0] * num_sequences
@@ -81,46 +108,49 @@ class PagedRun:
         return list(logits.split(counts))
 
 
-def test_sequences(model: HFModel) -> list[list[int]]:
+def test_sequences(windows: Sequence[int | None], max_len: int, vocabulary: int) -> list[list[int]]:
     """Two sequences of different lengths; the longer one crosses every window short enough to be cheap."""
-    windows = [w for w in model.windows if w is not None and w <= _LONGEST_TESTED_WINDOW]
-    longest = min(max([11, *(w + 4 for w in windows)]), model.max_len)
+    short = [w for w in windows if w is not None and w <= _LONGEST_TESTED_WINDOW]
+    longest = min(max([11, *(w + 4 for w in short)]), max_len)
     generator = torch.Generator().manual_seed(0)
     lengths = (min(7, longest), longest)
-    return [torch.randint(model.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def eager_logits(model: HFModel, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """fp32 logits [length, V] of each sequence, by transformers alone."""
-    set_attention(model.module, "eager")
+def run_eager(
+    module: Any, sequences: list[list[int]], device: str, layers: Sequence[tuple[str, nn.Module]] = ()
+) -> Expected:
+    """Run each sequence by transformers alone, with its own eager attention. `layers` are those to record."""
+    set_attention(module, "eager")
+    logits, outputs = [], []
     try:
         with torch.inference_mode():
-            return [
-                model.module(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0].float()
-                for ids in sequences
-            ]
+            for ids in sequences:
+                kept = KeptOutputs()
+                with observing(layers, kept):
+                    out = module(input_ids=torch.tensor([ids], device=device), use_cache=False)
+                logits.append(out.logits[0].float())
+                outputs.append(kept.outputs)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ModelError(
-            f"{type(model.module).__name__} is not supported: its own eager attention fails, so nothing can be "
+            f"{type(module).__name__} is not supported: its own eager attention fails, so nothing can be "
             f"compared ({type(error).__name__}: {error})"
         ) from error
     finally:
-        set_attention(model.module, PAGED)
+        set_attention(module, PAGED)
+    return Expected(sequences, logits, outputs)
 
 
-def run_self_test(
-    model: HFModel, sequences: list[list[int]] | None = None, expected: list[torch.Tensor] | None = None
-) -> SelfTest:
-    """Run the model packed and in two chunks, and compare with `expected` (by default: eager, now)."""
-    sequences = sequences or test_sequences(model)
-    expected = expected or eager_logits(model, sequences)
+def run_self_test(model: PagedModel, expected: Expected) -> SelfTest:
+    """Run the model packed and in two chunks, and compare with what is expected."""
+    sequences = expected.sequences
     run = PagedRun(model, len(sequences), max(map(len, sequences)))
     cuts = [max(1, len(ids) * (i + 1) // 3) for i, ids in enumerate(sequences)]  # chunks end inside blocks
     first = run.step([(i, ids[:cut]) for i, (ids, cut) in enumerate(zip(sequences, cuts, strict=True))])
     rest = [(i, ids[cut:]) for i, (ids, cut) in enumerate(zip(sequences, cuts, strict=True)) if len(ids) > cut]
     second = dict(zip((i for i, _ in rest), run.step(rest), strict=True)) if rest else {}
     limit, worst = TOLERANCE[model.dtype], 0.0
-    for i, want in enumerate(expected):
+    for i, want in enumerate(expected.logits):
         got = torch.cat([first[i], second[i]]) if i in second else first[i]
         if got.shape != want.shape:
             return SelfTest(False, f"logits have shape {tuple(got.shape)}, expected {tuple(want.shape)}", float("inf"))
@@ -137,6 +167,20 @@ def run_self_test(
             reason = (
                 f"logits of sequence {i} differ from eager attention from position {at} on ({part} chunk) "
                 f"by {worst:.2g} of their spread; at most {limit:g} is rounding in {model.dtype}"
+                f"{_first_wrong_layer(model, expected, limit)}"
             )
             return SelfTest(False, reason, worst)
     return SelfTest(True, f"packed and chunked equals eager within {worst:.2g} (limit {limit:g})", worst)
+
+
+def _first_wrong_layer(model: PagedModel, expected: Expected, limit: float) -> str:
+    """Which layer is the first to differ when the sequences run whole, for the reason of a failed test."""
+    for i, (ids, want) in enumerate(zip(expected.sequences, expected.layers, strict=True)):
+        kept = KeptOutputs()
+        if want:
+            with model.observing(kept):
+                PagedRun(model, 1, len(ids)).step([(0, ids)])
+        for number, (one, other) in enumerate(zip(kept.outputs, want, strict=False)):
+            if float((one - other).abs().max()) > limit * float(other.abs().max()):
+                return f"; layer {number} is the first that differs (sequence {i}, run whole)"
+    return ""

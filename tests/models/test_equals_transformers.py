@@ -7,18 +7,27 @@ import copy
 import pytest
 import torch
 
-from pagefleet.runtime.model.hf_model import HFModel
+from pagefleet.runtime.model.open import open_module
 from pagefleet.runtime.model.self_test import PagedRun
 
 NEW_TOKENS = 14
+AS_IS_ONLY = {"gpt_oss", "gemma3n_text", "deepseek_v3"}
 LOGIT_TOLERANCE = 2e-4  # of the spread; fp32, sums in another order
 
 
 @pytest.fixture
-def pair(family, tiny_model, backend):
-    """(untouched transformers model, the same weights as an HFModel)."""
+def lowering():
+    return "auto"
+
+
+@pytest.fixture
+def pair(family, lowering, tiny_model, backend):
+    """(untouched transformers model, the same weights as a model of ours)."""
     original = tiny_model(family, seed=3)
-    return original, HFModel.from_module(copy.deepcopy(original), backend)
+    model = open_module(copy.deepcopy(original), backend, lowering=lowering)
+    as_is = lowering == "off" or family in AS_IS_ONLY
+    assert model.execution.startswith("as is: ") if as_is else model.execution == "lowered"
+    return original, model
 
 
 def eager(original, ids):
@@ -47,6 +56,7 @@ def test_logits_at_every_position_equal_eager(pair, prompts, block_size, chunk):
         assert float((got - want).abs().max() / spread) < LOGIT_TOLERANCE
 
 
+@pytest.mark.parametrize("lowering", ["auto", "off"])
 def test_greedy_tokens_equal_generate(pair, prompts):
     original, model = pair
     run = PagedRun(model, len(prompts), 64, 16)

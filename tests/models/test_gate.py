@@ -14,7 +14,7 @@ from pagefleet.runtime.compose import home_folder
 from pagefleet.runtime.config import GateConfig
 from pagefleet.runtime.errors import ConfigError
 from pagefleet.runtime.gate import Trace, compare, read_text, trace
-from pagefleet.runtime.model.hf_model import HFModel
+from pagefleet.runtime.model.open import open_module
 
 
 def _trace(tokens: int = 6, layers: int = 2) -> Trace:
@@ -64,7 +64,7 @@ def test_a_trace_holds_what_the_model_says_of_each_token_and_every_layers_output
             hidden.append(out.hidden_states[1][0])  # of the first layer
             logits = out.logits[0].double()
             wanted.append(torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
-    got = trace(HFModel.from_module(module, backend), passages, "fp32")
+    got = trace(open_module(module, backend), passages, "fp32")
     assert len(got.layers) == 3
     assert len(got.logprobs) == len(got.best) == 69 + 4
     first, second = wanted
@@ -75,11 +75,11 @@ def test_a_trace_holds_what_the_model_says_of_each_token_and_every_layers_output
 
 def test_a_damaged_model_is_told_from_the_baseline(tiny_model: Any, backend: Backend) -> None:
     passages = [list(range(2, 60))]
-    base = trace(HFModel.from_module(tiny_model("llama"), backend), passages, "fp32")
+    base = trace(open_module(tiny_model("llama"), backend), passages, "fp32")
     module = tiny_model("llama")
     with torch.no_grad():
         module.model.layers[1].mlp.down_proj.weight.mul_(-1)
-    report = compare(base, trace(HFModel.from_module(module, backend), passages, "fp32"), GateConfig())
+    report = compare(base, trace(open_module(module, backend), passages, "fp32"), GateConfig())
     assert not report["passed"]
     assert report["layer_cosine"]["layer"] >= 1
     assert report["layer_cosine"]["all"][0] == pytest.approx(1.0)

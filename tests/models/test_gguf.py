@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pagefleet.runtime.errors import ModelError
-from pagefleet.runtime.model.hf_model import HFModel
 from pagefleet.runtime.model.load import checkpoint_info, resolve_checkpoint
+from pagefleet.runtime.model.open import open_checkpoint
 from pagefleet.runtime.model.self_test import PagedRun
 
 IDS = [5, 17, 3, 42, 8, 77, 21]
@@ -100,7 +100,7 @@ def test_it_is_converted_once_with_tokenizer_and_template(gguf_file, tmp_path, m
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template
     assert tokenizer.eos_token_id == 2
-    model = HFModel.load(folder, "fp32", backend)
+    model = open_checkpoint(folder, "fp32", backend)
     with torch.inference_mode():
         expected = original(torch.tensor([IDS])).logits[0]
     logits = PagedRun(model, 1, len(IDS)).step([(0, IDS)])[0]

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagefleet.runtime.errors import ModelError
-from pagefleet.runtime.model.hf_model import HFModel
 from pagefleet.runtime.model.load import checkpoint_info, resolve_checkpoint
+from pagefleet.runtime.model.open import open_checkpoint
 from pagefleet.runtime.model.self_test import PagedRun
 
 IDS = [5, 17, 3, 42, 8, 77, 21]
@@ -34,16 +34,16 @@ def paged_logits(model):
 
 def test_a_saved_checkpoint_loads_and_gives_the_same_logits(checkpoint, backend):
     folder, expected = checkpoint
-    model = HFModel.load(resolve_checkpoint(str(folder)), "fp32", backend)
+    model = open_checkpoint(resolve_checkpoint(str(folder)), "fp32", backend)
     torch.testing.assert_close(paged_logits(model), expected, atol=1e-4, rtol=1e-4)
     assert model.eos_token_ids == {2, 9}
     assert (model.vocab_size, model.max_len, model.dtype) == (96, 256, "fp32")
-    assert model.self_test().ok
+    assert model.execution == "lowered"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_sixteen_bit_loads_keep_fp32_logits(checkpoint, backend, dtype):
-    model = HFModel.load(checkpoint[0], dtype, backend)
+    model = open_checkpoint(checkpoint[0], dtype, backend)
     logits = paged_logits(model)
     assert logits.dtype == torch.float32
     spread = checkpoint[1].abs().max()
@@ -76,14 +76,14 @@ def test_a_tied_checkpoint_that_ships_lm_head_means_what_transformers_says(tmp_p
     save_file(weights, file, metadata={"format": "pt"})
     with torch.inference_mode():
         expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([IDS])).logits[0]
-    model = HFModel.load(tmp_path, "fp32", backend)
+    model = open_checkpoint(tmp_path, "fp32", backend)
     torch.testing.assert_close(paged_logits(model), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_max_len_is_the_models_unless_less_is_asked(checkpoint, backend):
-    assert HFModel.load(checkpoint[0], "fp32", backend, max_len=40).max_len == 40
+    assert open_checkpoint(checkpoint[0], "fp32", backend, max_len=40).max_len == 40
     with pytest.raises(ModelError, match="at most 256"):
-        HFModel.load(checkpoint[0], "fp32", backend, max_len=257)
+        open_checkpoint(checkpoint[0], "fp32", backend, max_len=257)
 
 
 # --- what is no checkpoint ---
@@ -93,7 +93,7 @@ def test_truncated_weights_are_named(checkpoint, backend):
     file = checkpoint[0] / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"model\.safetensors.*100 bytes are missing"):
-        HFModel.load(checkpoint[0], "fp32", backend)
+        open_checkpoint(checkpoint[0], "fp32", backend)
 
 
 def test_weights_that_the_checkpoint_lacks_are_never_made_up(checkpoint, backend):
@@ -102,19 +102,19 @@ def test_weights_that_the_checkpoint_lacks_are_never_made_up(checkpoint, backend
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"missing keys: model\.layers\.1\.mlp\.up_proj\.weight"):
-        HFModel.load(checkpoint[0], "fp32", backend)
+        open_checkpoint(checkpoint[0], "fp32", backend)
 
 
 def test_an_unknown_architecture_is_named(checkpoint, backend):
     file = checkpoint[0] / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "nobody_knows"}))
     with pytest.raises(ModelError, match="nobody_knows"):
-        HFModel.load(checkpoint[0], "fp32", backend)
+        open_checkpoint(checkpoint[0], "fp32", backend)
 
 
 def test_an_unknown_dtype_lists_what_is_known(checkpoint, backend):
     with pytest.raises(ModelError, match="fp32, bf16, fp16"):
-        HFModel.load(checkpoint[0], "int3", backend)
+        open_checkpoint(checkpoint[0], "int3", backend)
 
 
 def test_folders_and_files_that_are_no_checkpoint(tmp_path, checkpoint):

@@ -14,9 +14,10 @@ from transformers.masking_utils import (
 )
 
 from pagefleet.backends.reference.backend import ReferenceBackend
+from pagefleet.backends.torch_ops import TorchOps
 from pagefleet.runtime.errors import ModelError
 from pagefleet.runtime.model import self_test
-from pagefleet.runtime.model.hf_model import HFModel
+from pagefleet.runtime.model.open import open_checkpoint, open_module
 from pagefleet.runtime.model.probe import measure_window
 from pagefleet.runtime.model.support import check_supported, length_limit
 
@@ -49,17 +50,17 @@ def test_refused_before_weights_are_read(tmp_path, backend):
     header = b"{}"
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)  # no weights at all
     with pytest.raises(ModelError, match="recurrent state"):
-        HFModel.load(tmp_path, "fp32", backend)
+        open_checkpoint(tmp_path, "fp32", backend)
 
 
 def test_bidirectional_models_are_refused(tiny_model, backend):
     with pytest.raises(ModelError, match=r"BertLMHeadModel is not supported: .*bidirectional"):
-        HFModel.from_module(tiny_model("bert", is_decoder=False), backend)
+        open_module(tiny_model("bert", is_decoder=False), backend)
 
 
 def test_models_that_do_not_attend_through_the_interface_are_refused(tiny_model, backend):
     with pytest.raises(ModelError, match=r"BloomForCausalLM is not supported: .*AttentionInterface"):
-        HFModel.from_module(tiny_model("bloom", n_head=4, n_layer=2), backend, max_len=64)
+        open_module(tiny_model("bloom", n_head=4, n_layer=2), backend, max_len=64)
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 512, 4096])
@@ -80,7 +81,7 @@ def test_masks_that_are_no_window_are_told_apart():
 
 
 def test_windows_of_the_model_make_kv_groups_full_attention_first(tiny_model, backend):
-    model = HFModel.from_module(tiny_model("gemma2"), backend)
+    model = open_module(tiny_model("gemma2"), backend)
     assert model.windows == (5, None, 5)
     groups = model.kv_groups(16, "fp32")
     assert [(g.window, [x.layer for x in g.layers]) for g in groups] == [(None, [1]), (5, [0, 2])]
@@ -88,12 +89,12 @@ def test_windows_of_the_model_make_kv_groups_full_attention_first(tiny_model, ba
 
 
 def test_a_window_as_long_as_the_longest_sequence_is_full_attention(tiny_model, backend):
-    model = HFModel.from_module(tiny_model("mistral", sliding_window=40), backend, max_len=40)
+    model = open_module(tiny_model("mistral", sliding_window=40), backend, max_len=40)
     assert [g.window for g in model.kv_groups(16, "fp32")] == [None]
 
 
 def test_layers_that_share_keys_are_kept_once(tiny_model, backend):
-    model = HFModel.from_module(tiny_model("gemma3n_text"), backend)
+    model = open_module(tiny_model("gemma3n_text"), backend)
     kept = sorted(x.layer for g in model.kv_groups(4, "fp32") for x in g.layers)
     assert kept == [0, 1]
     assert [c.source for c in model.calls] == [0, 1, 0, 1]
@@ -133,6 +134,17 @@ class Wrong(ReferenceBackend):
             with torch.no_grad():
                 model.model.layers[1].mlp.down_proj.weight.mul_(1.01)
 
+    def ops(self):
+        return WrongOps(self) if self.fault == "weights" else super().ops()
+
+
+class WrongOps(TorchOps):
+    """Packs the second layer's last product wrongly: the eighth that is asked for."""
+
+    def linear(self, weight, bias, scheme=None):
+        self._backend.packed = getattr(self._backend, "packed", 0) + 1
+        return super().linear(weight * 1.01 if self._backend.packed == 8 else weight, bias, scheme)
+
 
 @pytest.mark.parametrize(
     ("fault", "with_model"),
@@ -145,17 +157,18 @@ class Wrong(ReferenceBackend):
         ("weights", "llama"),
     ],
 )
-def test_the_self_test_fails_at_load_for_a_backend_with_a_fault(fault, with_model, tiny_model):
+@pytest.mark.parametrize("lowering", ["auto", "off"])
+def test_the_self_test_fails_at_load_for_a_backend_with_a_fault(fault, with_model, lowering, tiny_model):
     from pagefleet.backends.base import BackendOptions
 
     backend = Wrong(BackendOptions())
     backend.fault = fault
     with pytest.raises(ModelError, match=r"self-test failed: logits of sequence \d differ .* from position \d+"):
-        HFModel.from_module(tiny_model(with_model), backend)
+        open_module(tiny_model(with_model), backend, lowering=lowering)
 
 
 def test_the_self_test_says_how_far_it_was(tiny_model, backend, monkeypatch):
-    model = HFModel.from_module(tiny_model("llama"), backend)
+    model = open_module(tiny_model("llama"), backend, lowering="off")
     assert model.self_test().ok
     assert 0 <= model.self_test().max_error < 1e-4
     monkeypatch.setitem(self_test.TOLERANCE, "fp32", -1.0)
@@ -165,7 +178,7 @@ def test_the_self_test_says_how_far_it_was(tiny_model, backend, monkeypatch):
 
 
 def test_the_model_cannot_be_run_beside_its_cache(tiny_model, backend):
-    model = HFModel.from_module(tiny_model("llama"), backend)
+    model = open_module(tiny_model("llama"), backend, lowering="off")
     assert "pagefleet" in AttentionInterface()
     with pytest.raises(ModelError, match=r"run it with HFModel\.forward"):
         model.module(input_ids=torch.tensor([[1, 2]]), use_cache=False)
