@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,17 +26,27 @@ ISA_FLAGS = {  # name -> /proc/cpuinfo flags it needs; least first, each with al
 _NO_LIMIT = 1 << 60  # cgroup v1 says "no limit" with a number near 2^63
 
 
-def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
-    """Feature flags of the first processor in /proc/cpuinfo; empty where there is no such file."""
+def _cpuinfo(root: Path, *names: str) -> str | None:
+    """The first value in /proc/cpuinfo under one of these names; None where there is no such line or file."""
     try:
-        text = (root / "proc/cpuinfo").read_text()
+        text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return frozenset()
+        return None
     for line in text.splitlines():
         name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+        if name.strip() in names:
+            return value.strip()
+    return None
+
+
+def cpu_name(root: Path = Path("/")) -> str:
+    """What the processor calls itself; its architecture where it says nothing."""
+    return _cpuinfo(root, "model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    """Feature flags of the first processor in /proc/cpuinfo; empty where there is no such file."""
+    return frozenset((_cpuinfo(root, "flags", "Features") or "").split())
 
 
 def isa(root: Path = Path("/")) -> str:

@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from pagefleet.backends import detect
 from pagefleet.runtime.compose import config_errors, explain, keep_text, register_resolvers, to_config
 from pagefleet.runtime.config import COMMANDS, Config, check_ready, result_shaping, suggestion
 from pagefleet.runtime.errors import ConfigError, PagefleetError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pagefleet.runtime.cli")  # also when it runs as __main__
 
 OK, FAILED, REFUSED, SOME_ROWS, INTERRUPTED = 0, 1, 2, 3, 130
 _SEVERITY = (OK, SOME_ROWS, REFUSED, FAILED)
@@ -101,6 +103,7 @@ def run_command(command: str, composed: DictConfig) -> int:
     try:
         config = to_config(composed, command)
         check_ready(config, command)
+        _explain_hardware()
         return _command(command)(config)
     except ConfigError as error:
         return _refuse(str(error))
@@ -148,6 +151,16 @@ def _batch(config: Config) -> int:
 
     chosen = create_backend(config)[1]
     return run_job(chosen, lambda: LLM.from_config(chosen), result_shaping=result_shaping(chosen))
+
+
+def _explain_hardware() -> None:
+    """Say which target `hardware=auto` became, and why."""
+    if not HydraConfig.initialized():
+        return
+    choices = HydraConfig.get().runtime.choices
+    if choices.get("hardware") == "auto":
+        target = detect.detect(choices.get("backend", "auto"))
+        log.info("hardware=auto takes %s: %s", target.name, target.reason)
 
 
 @contextmanager

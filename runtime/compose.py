@@ -18,6 +18,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pagefleet.backends import detect
 from pagefleet.runtime.config import (
     COMMANDS,
     LATER_PRECISIONS,
@@ -41,8 +42,11 @@ def home_folder() -> Path:
 
 
 def register_resolvers() -> None:
-    """`${pagefleet_home:}` in YAML files is the cache folder."""
+    """What YAML files may ask: `${pagefleet_home:}`, the cache folder, and `${detected_hardware:BACKEND}`, a target."""
     OmegaConf.register_new_resolver("pagefleet_home", lambda: str(home_folder()), replace=True)
+    OmegaConf.register_new_resolver(
+        "detected_hardware", lambda backend: f"/hardware/{detect.detect(backend).name}", replace=True
+    )
 
 
 def load_config(overrides: Sequence[str] = (), command: str = "batch") -> Config:

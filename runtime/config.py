@@ -99,7 +99,7 @@ class ModelConfig:
 class HardwareConfig:
     """The hardware target whose values were taken; a label, the values are in the other sections."""
 
-    name: str = "auto"
+    name: str = "generic"
 
 
 @dataclass

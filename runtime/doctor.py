@@ -31,9 +31,10 @@ def run_doctor(config: Config) -> int:
 
 def examine(config: Config) -> dict[str, Any]:
     """Everything the report says, as plain JSON values."""
-    from pagefleet.backends import host, registry
+    from pagefleet.backends import detect, host, registry
     from pagefleet.backends.base import BackendError
 
+    target = detect.detect(config.backend.name)
     backends = {name: _backend_report(name, availability) for name, availability in registry.probe_all().items()}
     for name in DECLARED_BACKENDS:
         backends.setdefault(name, {"available": False, "reason": "not in this version"})
@@ -48,8 +49,9 @@ def examine(config: Config) -> dict[str, Any]:
         "asked_for": config.backend.name,
         "choice": choice,
         "reasons": reasons,
+        "hardware": {"auto": target.name, "reason": target.reason, "taken": config.hardware.name},
         "cpu": {
-            "model": _cpu_model(),
+            "model": host.cpu_name(),
             "isa": _isa(),
             "usable_threads": host.usable_threads(),
             "host_threads": os.cpu_count(),
@@ -110,15 +112,6 @@ def _isa() -> str:
         return str(error)
 
 
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def _print_report(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -137,6 +130,8 @@ def _print_report(report: dict[str, Any]) -> None:
     if report["choice"]:
         for op, kernel in report["backends"][report["choice"]].get("kernels", {}).items():
             console.print(f"  {op}: {kernel}", markup=False)
+    hardware = report["hardware"]
+    console.print(f"hardware=auto takes: {hardware['auto']} ({hardware['reason']})", markup=False)
     cpu, memory, cache = report["cpu"], report["memory"], report["cache_folder"]
     console.print(f"CPU: {cpu['model']}, {cpu['isa']}, {cpu['usable_threads']} of {cpu['host_threads']} threads usable")
     console.print(f"memory: {format_size(memory['available_bytes'])} free of {format_size(memory['limit_bytes'])}")

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from pagefleet.backends import detect
+
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -56,6 +58,14 @@ def home_in_tmp(tmp_path, monkeypatch):
     """No test writes into the user's cache folder, and none litters the folder it runs in."""
     monkeypatch.setenv("PAGEFLEET_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
+
+
+@pytest.fixture(autouse=True)
+def detected(monkeypatch):
+    """`hardware=auto` takes what this says, whatever machine the tests run on: backend -> target."""
+    targets = {"target": detect.Target("generic", "made up for the test")}
+    monkeypatch.setattr(detect, "detect", lambda backend="auto": targets.get(backend, targets["target"]))
+    return targets
 
 
 @pytest.fixture

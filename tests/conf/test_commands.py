@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pagefleet.backends import detect
 from pagefleet.backends.cpu import host
 from pagefleet.runtime import cli
 from pagefleet.runtime.compose import load_config
@@ -127,6 +128,19 @@ def test_batch_hands_the_job_its_configuration_a_factory_and_what_shapes_results
     assert engine == ("an engine for", "m")
     assert shaping == result_shaping(config)
     assert shaping["seed"] == 4
+
+
+def test_the_log_and_the_doctor_say_which_hardware_target_was_taken_and_why(detected, tiny_checkpoint, capsys):
+    detected["target"] = detect.Target("xeon_icx", "AVX-512 without bf16")
+    command = ["plan", f"model.path={tiny_checkpoint}", "plan.json=true"]
+    assert cli.main(command) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["precision"] == "fp32"
+    assert "hardware=auto takes xeon_icx: AVX-512 without bf16" in said.err
+    assert cli.main([*command, "hardware=laptop"]) == 0
+    assert "hardware" not in capsys.readouterr().err
+    assert cli.main(["doctor"]) == 0
+    assert "hardware=auto takes: xeon_icx (AVX-512 without bf16)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.fixture

@@ -6,13 +6,14 @@ from importlib.resources import files
 import pytest
 from omegaconf import OmegaConf
 
+from pagefleet.backends import detect
 from pagefleet.runtime.compose import leaf_types, load_config
 from pagefleet.runtime.config import COMMANDS, BenchConfig, Config, GateConfig, JobConfig, check_ready, result_shaping
 from pagefleet.runtime.errors import ConfigError
 
 CONF = files("pagefleet.conf")
 GROUPS = ("backend", "hardware", "precision", "cache", "scheduler", "model")
-HARDWARE = ("auto", "laptop", "epyc_genoa", "xeon_spr", "xeon_icx", "h200", "a100", "l4", "mi300x", "rx7900xtx")
+HARDWARE = ("generic", "laptop", "epyc_genoa", "xeon_spr", "xeon_icx", "h200", "a100", "l4", "mi300x", "rx7900xtx")
 
 
 def options(group):
@@ -41,7 +42,7 @@ def test_yaml_lists_every_key_of_the_schema():
 
 
 def test_the_hardware_targets_that_were_named_are_there():
-    assert set(options("hardware")) == set(HARDWARE)
+    assert set(options("hardware")) == {"auto", *HARDWARE}
 
 
 @pytest.mark.parametrize("name", HARDWARE)
@@ -52,6 +53,24 @@ def test_a_hardware_target_sets_the_three_knobs_and_gives_a_reason_for_each(name
         assert lines, f"{name} sets {knob} without a reason"
         assert len(lines[-1].partition("#")[2].strip()) > 10
     assert load_config([f"hardware={name}"]).hardware.name == name
+
+
+def test_hardware_auto_takes_the_values_of_the_detected_target_for_the_backend(detected):
+    detected |= {
+        "target": detect.Target("epyc_genoa", "found"),
+        "cpu": detect.Target("laptop", "found"),
+    }
+    for overrides, same in (([], "epyc_genoa"), (["hardware=auto", "backend=cpu"], "laptop")):
+        config, named = load_config(overrides), load_config([f"hardware={same}", *overrides[1:]])
+        assert config == named
+        assert config.hardware.name == same
+
+
+def test_what_is_named_wins_over_what_is_detected(detected):
+    detected["target"] = detect.Target("epyc_genoa", "found")
+    assert load_config(["hardware=xeon_icx"]) == load_config(["hardware=xeon_icx", "backend=auto"])
+    config = load_config(["precision=fp32", "cache.block_size=8"])
+    assert (config.hardware.name, config.precision.name, config.cache.block_size) == ("epyc_genoa", "fp32", 8)
 
 
 def test_hardware_target_changes_precision_block_size_and_timeout():
