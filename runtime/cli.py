@@ -42,6 +42,8 @@ pagefleet COMMAND --help lists its groups, keys and flags."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (the constants above)."""
+    # read when torch loads its OpenMP: threads that spin at barriers starve each other when something else uses a core
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(USAGE, file=sys.stderr)

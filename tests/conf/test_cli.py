@@ -244,3 +244,13 @@ def test_as_a_program_the_exit_code_reaches_the_shell(tmp_path):
     done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("pagefleet: hardware: expected one of")
+
+
+@pytest.mark.parametrize(("asked", "spins"), [(None, "0"), ("active", "30000000000")])
+def test_openmp_threads_sleep_at_barriers_unless_the_user_says_otherwise(asked, spins):
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "verbose"}
+    environment |= {"OMP_WAIT_POLICY": asked} if asked else {}
+    line = [sys.executable, "-m", "pagefleet.runtime.cli", "doctor"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr  # torch's OpenMP says what it took; 300000 if nobody says
