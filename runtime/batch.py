@@ -16,7 +16,8 @@ class Batch:
     """A step as the model sees it.
 
     token_ids, positions: int64 [T]; attention: where the tokens' KV lives.
-    sample_rows: int64 [L], rows of [T] whose logits choose a next token; sampling: the entries they belong to.
+    sample_rows: int64 [L], rows of [T] whose logits choose a next token; sampling: the entries they belong to, each
+        with one row for its last token and one for every token of its draft.
     """
 
     token_ids: torch.Tensor
@@ -32,9 +33,7 @@ def build_batch(plan: StepPlan, block_size: int, device: str = "cpu") -> Batch:
     new = np.array([e.num_new for e in entries], dtype=np.int64)
     starts = np.zeros(len(entries) + 1, dtype=np.int64)
     np.cumsum(new, out=starts[1:])
-    token_ids = np.concatenate(
-        [np.asarray(e.sequence.token_ids[e.start : e.start + e.num_new], dtype=np.int64) for e in entries]
-    )
+    token_ids = np.concatenate([np.asarray(e.token_ids, dtype=np.int64) for e in entries])
     first = np.array([e.start for e in entries], dtype=np.int64)
     row_of = np.repeat(np.arange(len(entries)), new)
     positions = np.arange(starts[-1]) - starts[row_of] + first[row_of]
@@ -51,10 +50,14 @@ def build_batch(plan: StepPlan, block_size: int, device: str = "cpu") -> Batch:
         slots = block_tables[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
         groups.append(GroupTables(on_device(slots), on_device(block_tables)))
     sampling = [e for e in entries if e.samples]
-    last_rows = starts[1:][np.array([e.samples for e in entries], dtype=bool)] - 1
+    ends = starts[1:].tolist()
+    rows = [
+        row for e, end in zip(entries, ends, strict=True) if e.samples for row in range(end - 1 - len(e.draft), end)
+    ]
     attention = AttentionBatch(
         query_starts=on_device(starts.astype(np.int32)),
         kv_lengths=on_device((first + new).astype(np.int32)),
         groups=tuple(groups),
     )
-    return Batch(on_device(token_ids), on_device(positions), attention, on_device(last_rows), sampling)
+    sample_rows = on_device(np.array(rows, dtype=np.int64))
+    return Batch(on_device(token_ids), on_device(positions), attention, sample_rows, sampling)

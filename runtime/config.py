@@ -26,6 +26,7 @@ CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "int8")
 LATER_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "int4")
 DECLARED_BACKENDS = ("cpu", "cuda", "onnx", "reference", "rocm")
 LOWERING = ("auto", "off")
+SPECULATIONS = ("none", "ngram")
 PROGRESS_KINDS = ("auto", "rich", "plain", "off")
 MAX_BLOCK_SIZE = 256
 
@@ -191,6 +192,35 @@ class SchedulerConfig:
 
 
 @dataclass
+class SpeculationConfig:
+    """Running guessed tokens ahead; changes no token, only how many steps they take.
+
+    Attributes:
+        name: where guesses come from; "ngram": from an earlier place of the same text that reads like its end.
+        num_tokens: most tokens run ahead of a sequence in a step.
+        shortest_match, longest_match: tokens at the end of the text that must occur before, and that are compared.
+        break_even_rows: how many rows' arithmetic takes as long as reading the weights once: the more, the more
+            sequences may run beside guesses that pay (runtime/speculation/speculator.py has the rule).
+        first_chance: how likely a guess is taken to be right before there is experience with the sequence.
+    """
+
+    name: str = "none"
+    num_tokens: int = 8
+    shortest_match: int = 2
+    longest_match: int = 8
+    break_even_rows: int = 16
+    first_chance: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_choice("speculation", self.name, SPECULATIONS)
+        check_int("speculation.num_tokens", self.num_tokens, low=1, high=64)
+        check_int("speculation.shortest_match", self.shortest_match, low=1, high=64)
+        check_int("speculation.longest_match", self.longest_match, low=self.shortest_match, high=64)
+        check_int("speculation.break_even_rows", self.break_even_rows, low=1, high=65_536)
+        check_real("speculation.first_chance", self.first_chance, 0.0, 1.0)
+
+
+@dataclass
 class JobConfig:
     """A batch job: where rows come from and go to."""
 
@@ -304,6 +334,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     job: JobConfig = field(default_factory=JobConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 
 import torch
 
 from pagefleet.backends.base import OutOfMemory, out_of_memory_as_error
 from pagefleet.runtime.batch import Batch, build_batch
 from pagefleet.runtime.cache.manager import CacheManager
-from pagefleet.runtime.config import SchedulerConfig
+from pagefleet.runtime.config import SchedulerConfig, SpeculationConfig
 from pagefleet.runtime.degrade import give_up_something
 from pagefleet.runtime.errors import ErrorCode, RequestError
 from pagefleet.runtime.intake import Intake
@@ -24,19 +23,13 @@ from pagefleet.runtime.sampling.logprobs import prompt_logprobs
 from pagefleet.runtime.sampling.sampler import Sampled, Sampler, SamplingRow
 from pagefleet.runtime.sampling_params import SamplingParams
 from pagefleet.runtime.scheduler import Scheduler, StepPlan
+from pagefleet.runtime.speculation.speculator import Speculator
+from pagefleet.runtime.speculation.verify import Draw, standing
 from pagefleet.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 _LOGPROB_ROWS = 128  # prompt positions whose logits exist at once
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One sequence that gets a next token from row `row` of the step's logits."""
-
-    sequence: Sequence
-    row: int
 
 
 class Engine:
@@ -55,16 +48,17 @@ class Engine:
         max_len: int,
         device: str = "cpu",
         seed: int = 0,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         self.runner = runner
         self.cache = cache
-        self.scheduler = Scheduler(config, cache)
         self.tokenizer = tokenizer
         self.metrics = EngineMetrics()
         self._device = device
-        self._selection = runner.backend.ops().selection()
-        self._sampler = Sampler(runner.model.vocab_size, self._selection)
+        self._sampler = Sampler(runner.model.vocab_size)
         self._eos = runner.model.eos_token_ids | tokenizer.eos_token_ids
+        speculator = Speculator(speculation, self._eos) if speculation and speculation.name != "none" else None
+        self.scheduler = Scheduler(config, cache, speculator)
         self._intake = Intake(
             tokenizer,
             vocab_size=runner.model.vocab_size,
@@ -173,14 +167,21 @@ class Engine:
         self.metrics.step(time.monotonic() - started, self.cache.utilization(), self._fragmentation())
 
     def commit(self, plan: StepPlan, draws: list[Draw], sampled: list[Sampled]) -> None:
-        """Record a step: hash new full blocks, fork, append tokens, stop, free."""
+        """Record a step: hash new full blocks, fork, append the tokens that stand, stop, free."""
         now = time.monotonic()
         for sequence in plan.admitted:
             sequence.request.scheduled = sequence.request.scheduled or now
         self.scheduler.commit(plan)
         self._fork(draws)
-        for draw, choice in zip(draws, sampled, strict=True):
+        for draw, choice in standing(draws, sampled):
+            if draw.ahead:
+                if draw.sequence.status is Status.FINISHED:  # at one of the tokens before
+                    continue
+                self.scheduler.confirm(draw.sequence)
+                self.metrics.accepted_tokens += 1
             self._append(draw.sequence, choice, now)
+        self.scheduler.settle(plan)
+        self.metrics.drafted_tokens += sum(len(entry.draft) for entry in plan.scheduled)
         for request in {id(d.sequence.request): d.sequence.request for d in draws}.values():
             if request.finished:
                 self._give_back(request)
@@ -189,31 +190,35 @@ class Engine:
 
     def _draws(self, batch: Batch) -> list[Draw]:
         """Who gets a token: a request's siblings take their first one from its first sequence's row."""
-        draws = []
-        for row, entry in enumerate(batch.sampling):
-            draws.append(Draw(entry.sequence, row))
+        draws: list[Draw] = []
+        row = 0
+        for entry in batch.sampling:
+            for known in range(len(entry.draft) + 1):
+                draws.append(Draw(entry.sequence, row + known, entry.draft[:known]))
             if entry.sequence.index == 0 and entry.sequence.num_output == 0:
                 draws += [Draw(sibling, row) for sibling in entry.sequence.request.sequences[1:]]
+            row += 1 + len(entry.draft)
         return draws
 
     def _sample(self, batch: Batch, hidden: torch.Tensor, draws: list[Draw]) -> list[Sampled]:
         if not draws:
             return []
         logits = self.runner.logits(hidden, batch.sample_rows)
-        if len(draws) != len(batch.sampling):
+        if len(draws) != len(logits):
             logits = logits[torch.tensor([d.row for d in draws], device=logits.device)]
-        return self._sampler.sample(logits, [self._sampling_row(d.sequence) for d in draws])
+        return self._sampler.sample(logits, [self._sampling_row(d) for d in draws])
 
-    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
-        params = sequence.request.params
+    def _sampling_row(self, draw: Draw) -> SamplingRow:
+        """A row's rule and state: as they will be if the drafted tokens before it come."""
+        sequence = draw.sequence
         return SamplingRow(
-            params=params,
+            params=sequence.request.params,
             prompt_token_ids=sequence.request.prompt_token_ids,
-            output_token_ids=sequence.output_token_ids,
+            output_token_ids=[*sequence.output_token_ids, *draw.ahead],
             seed=sequence.seed,
             eos_token_ids=self._eos,
             bad_word_ids=sequence.request.bad_word_ids,
-            grammar=sequence.grammar,
+            grammar=None if sequence.grammar is None else sequence.grammar.after(draw.ahead),
         )
 
     def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> None:
@@ -229,7 +234,7 @@ class Engine:
                     rows = torch.arange(position, end, device=hidden.device) - entry.start + offset
                     targets = request.prompt_token_ids[position + 1 : end + 1]
                     count = request.params.prompt_logprobs or 0
-                    done.extend(prompt_logprobs(self._selection, self.runner.logits(hidden, rows), targets, count))
+                    done.extend(prompt_logprobs(self.runner.logits(hidden, rows), targets, count))
             offset += entry.num_new
 
     def _nothing_scheduled(self) -> None:
@@ -246,6 +251,10 @@ class Engine:
         )
 
     def _give_something_up(self, plan: StepPlan, error: OutOfMemory) -> None:
+        if any(entry.draft for entry in plan.scheduled):
+            log.warning("a step did not fit in memory (%s); giving up: speculation; the step is retried", error)
+            self.scheduler.speculator = None
+            return
         humbler = give_up_something(self.scheduler.config, plan.num_tokens, len(plan.scheduled), str(error))
         if humbler is not None:
             self.scheduler.configure(humbler)

@@ -17,6 +17,7 @@ from pagefleet.runtime.config import (
     ModelConfig,
     PrecisionConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from pagefleet.runtime.engine import Engine
 from pagefleet.runtime.errors import ConfigError, ErrorCode, RequestError
@@ -51,6 +52,8 @@ class LLM:
         exact: a request's tokens are bit-identical whatever runs beside it.
         seed: of requests that name none.
         lowering: "auto" runs models that are understood as fused operations, "off" as transformers wrote them.
+        speculation: "none", or "ngram": guess tokens from earlier places of the same text; changes no token. A
+            `SpeculationConfig` sets its thresholds too.
 
     Raises:
         ConfigError, ModelError, BackendError: what was wrong, before anything runs.
@@ -78,6 +81,7 @@ class LLM:
         seed: int = 0,
         threads: int | None = None,
         lowering: str = "auto",
+        speculation: str | SpeculationConfig = "none",
     ) -> None:
         memory = None if kv_cache_memory_bytes is None else str(kv_cache_memory_bytes)
         self._load(
@@ -97,6 +101,7 @@ class LLM:
                     max_batched_tokens=max_num_batched_tokens,
                     max_sequences=min(max_num_seqs, max_num_batched_tokens),
                 ),
+                speculation=SpeculationConfig(speculation) if isinstance(speculation, str) else speculation,
                 seed=seed,
             )
         )
@@ -144,6 +149,7 @@ class LLM:
             max_len=self.model.max_len,
             device=self.backend.capabilities().device,
             seed=config.seed,
+            speculation=config.speculation,
         )
         self._numbers = itertools.count()
 

@@ -44,6 +44,8 @@ class EngineMetrics:
     steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     requests_by_finish_reason: Counter[str] = field(default_factory=Counter)
     errors_by_code: Counter[str] = field(default_factory=Counter)
     time_to_first_token: Latencies = field(default_factory=Latencies)
@@ -79,6 +81,9 @@ class EngineMetrics:
             "total_tokens_per_s": (self.output_tokens + self.prompt_tokens) / seconds,
             "output_tokens": self.output_tokens,
             "prompt_tokens": self.prompt_tokens,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "acceptance_rate": self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None,
             "steps": self.steps,
             "busy_seconds": self.busy_seconds,
             "block_utilization": self.utilization_sum / steps,

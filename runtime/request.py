@@ -11,6 +11,7 @@ from pagefleet.runtime.outputs import Logprob
 from pagefleet.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from pagefleet.runtime.speculation.speculator import Guesser
     from pagefleet.runtime.text.detokenizer import Detokenizer
 
 
@@ -45,6 +46,7 @@ class Sequence:
     tables: list[list[int]] = field(default_factory=list)
     detokenizer: Detokenizer | None = None
     grammar: Any = None
+    guesser: Guesser | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None

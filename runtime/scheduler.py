@@ -7,25 +7,37 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pagefleet.runtime.cache.manager import CacheManager
 from pagefleet.runtime.config import SchedulerConfig
 from pagefleet.runtime.request import Sequence, Status
+from pagefleet.runtime.speculation.speculator import Speculator
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """One sequence's share of a step: `num_new` tokens from position `start` on."""
+    """One sequence's share of a step: `num_new` tokens from position `start` on, the last ones of them a draft."""
 
     sequence: Sequence
     start: int
     num_new: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def num_sure(self) -> int:
+        """Tokens without the draft: their KV stays whatever is chosen."""
+        return self.num_new - len(self.draft)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that the step computes."""
+        return [*self.sequence.token_ids[self.start : self.start + self.num_sure], *self.draft]
 
     @property
     def samples(self) -> bool:
         """True if the step reaches the sequence's last token, so that a next one is chosen."""
-        return self.start + self.num_new == self.sequence.num_tokens
+        return self.start + self.num_sure == self.sequence.num_tokens
 
 
 @dataclass
@@ -126,11 +138,13 @@ class Scheduler:
     """Shares each step's token budget out: running sequences first, oldest first, then waiting ones.
 
     When blocks run out the youngest running sequence is preempted (its blocks stay hashed) and recomputed later.
+    Drafts take only what all of them leave of the budget, and no block that anyone had to give up.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, cache: CacheManager, speculator: Speculator | None = None) -> None:
         self.config = config
         self.cache = cache
+        self.speculator = speculator
         self.waiting = WaitingQueue(config, prefix_tokens=cache.block_size)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -187,6 +201,7 @@ class Scheduler:
             index += 1
         if not preempted:
             self._admit(plan, budget)
+            self._speculate(plan)
         return plan
 
     def rollback(self, plan: StepPlan) -> None:
@@ -200,10 +215,20 @@ class Scheduler:
             self.waiting.add_preempted(sequence)
 
     def commit(self, plan: StepPlan) -> None:
-        """The step's KV is in the cache."""
+        """The step's KV is in the cache; that of drafts counts only when `confirm` says so."""
         for entry in plan.scheduled:
-            self.cache.commit(entry.sequence, entry.num_new)
+            self.cache.commit(entry.sequence, entry.num_sure)
         self._count_hits(plan)
+
+    def confirm(self, sequence: Sequence) -> None:
+        """The last token of `sequence` was in its draft: its KV is in the cache too."""
+        self.cache.commit(sequence, 1)
+
+    def settle(self, plan: StepPlan) -> None:
+        """Nothing more is confirmed: blocks that only refused drafts needed are given back."""
+        for entry in plan.scheduled:
+            if entry.draft:
+                self.cache.rollback(entry.sequence)
 
     def fork(self, parent: Sequence, child: Sequence, copies: list[list[tuple[int, int]]]) -> None:
         """Start `child` from its parent's cache; without a free block or place it waits and recomputes."""
@@ -253,6 +278,21 @@ class Scheduler:
             if entry.sequence.number in new:
                 self.cache.queried_tokens += entry.sequence.num_tokens
                 self.cache.hit_tokens += entry.start
+
+    def _speculate(self, plan: StepPlan) -> None:
+        """Add drafts to sequences that compute one token, the newest of their output."""
+        if self.speculator is None:
+            return
+        left = min(self.config.max_batched_tokens - plan.num_tokens, self.speculator.most_rows)
+        for index, entry in enumerate(plan.scheduled):
+            sequence = entry.sequence
+            if entry.num_new > 1 or not entry.samples or sequence.num_output == 0:
+                continue
+            room = min(left, self.chunk - 1, sequence.request.max_tokens - sequence.num_output - 1)
+            draft = self.speculator.draft(sequence, room, len(self.running))
+            if draft and self.cache.reserve(sequence, 1 + len(draft)):
+                plan.scheduled[index] = replace(entry, num_new=1 + len(draft), draft=draft)
+                left -= len(draft)
 
     def _growth_of_running(self) -> int:
         """Tokens to keep free: what running sequences still have to compute, and a share of what they may generate."""

@@ -83,6 +83,7 @@ _MEASURES = (
     ("fragmentation", "fragmentation {:.1f}%", 100),
     ("fault_rate", "fault rate {:.2g}", 1),
     ("preemptions", "{:.0f} preemptions", 1),
+    ("acceptance_rate", "{:.0f}% of guessed tokens accepted", 100),
 )
 
 

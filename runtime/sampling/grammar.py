@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import llguidance
 import numpy as np
@@ -59,6 +59,28 @@ class Grammar:
         if not self._matcher.consume_token(token_id):
             self._check()
             raise RequestError(ErrorCode.GRAMMAR, f"the grammar does not allow token {token_id} here")
+
+    def foresee(self, token_ids: Sequence[int]) -> int:
+        """How many of `token_ids` could follow one another from here with something left to follow them."""
+        if not token_ids:
+            return 0
+        ahead, count = self.fork(), 0
+        for token_id in token_ids:
+            if not ahead._matcher.consume_token(token_id) or ahead.finished:
+                break
+            count += 1
+        return count
+
+    def after(self, token_ids: Sequence[int]) -> Grammar:
+        """The state after more tokens: itself if there are none, else an independent copy.
+
+        Raises:
+            RequestError: GRAMMAR, if the grammar forbids one of them.
+        """
+        ahead = self.fork() if token_ids else self
+        for token_id in token_ids:
+            ahead.accept(token_id)
+        return ahead
 
     def fork(self) -> Grammar:
         """An independent copy at the same state."""

@@ -12,7 +12,7 @@ from pagefleet.runtime.config import COMMANDS, BenchConfig, Config, GateConfig, 
 from pagefleet.runtime.errors import ConfigError
 
 CONF = files("pagefleet.conf")
-GROUPS = ("backend", "hardware", "precision", "cache", "scheduler", "model")
+GROUPS = ("backend", "hardware", "precision", "cache", "scheduler", "speculation", "model")
 HARDWARE = ("generic", "laptop", "epyc_genoa", "xeon_spr", "xeon_icx", "h200", "a100", "l4", "mi300x", "rx7900xtx")
 
 
@@ -155,7 +155,13 @@ def test_result_shaping_holds_what_changes_tokens_and_nothing_else():
     for key, override in changed.items():
         other = result_shaping(load_config(["model.path=/m", override]))
         assert {k for k in base if base[k] != other[k]} == {key}
-    for override in ("scheduler.max_sequences=3", "cache.block_size=8", "job.fsync_interval_s=2", "cache.memory=1GiB"):
+    for override in (
+        "scheduler.max_sequences=3",
+        "speculation=ngram",
+        "cache.block_size=8",
+        "job.fsync_interval_s=2",
+        "cache.memory=1GiB",
+    ):
         assert result_shaping(load_config(["model.path=/m", override])) == base
 
 

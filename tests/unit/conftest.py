@@ -1,12 +1,24 @@
-"""Small tokenizers trained here, so that text and sampling are tested without a model."""
+"""Small tokenizers trained here, so that text and sampling are tested without a model; tiny models that use them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
+from pagefleet.runtime import LLM
 from pagefleet.runtime.text.tokenizer import Tokenizer
 
 CORPUS = [
@@ -80,3 +92,55 @@ def byte_fallback() -> Tokenizer:
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     """Each of the two kinds."""
     return request.getfixturevalue(request.param)
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def _saved(module: Any, tokenizer: Tokenizer, folder: Path) -> str:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    module.save_pretrained(folder)
+    tokenizer.hf.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def llama(byte_level: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    ends = {"bos_token_id": byte_level.bos_token_id, "eos_token_id": byte_level.hf.eos_token_id}
+    config = LlamaConfig(vocab_size=byte_level.vocab_size, num_hidden_layers=2, **SMALL, **ends)
+    return _saved(LlamaForCausalLM(config), byte_level, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def windowed(byte_level: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    layers = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3TextConfig(
+        vocab_size=byte_level.vocab_size, num_hidden_layers=4, layer_types=layers, sliding_window=8, head_dim=8, **SMALL
+    )
+    return _saved(Gemma3ForCausalLM(config), byte_level, tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., LLM]]:
+    """LLMs that must end without a leaked block."""
+    made: list[LLM] = []
+
+    def build(path: str, **options: Any) -> LLM:
+        made.append(LLM(path, **{"num_kv_blocks": 200, "backend": "cpu", "dtype": "fp32", "threads": 1, **options}))
+        return made[-1]
+
+    yield build
+    for llm in made:
+        llm.close()
+        llm.step()
+        llm.engine.cache.check()
+        assert all(pool.num_used == 0 for pool in llm.engine.cache.pools)

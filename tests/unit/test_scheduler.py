@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagefleet.runtime.cache.manager import CacheManager
-from pagefleet.runtime.config import SchedulerConfig
+from pagefleet.runtime.config import SchedulerConfig, SpeculationConfig
 from pagefleet.runtime.request import Request, Sequence, Status
 from pagefleet.runtime.sampling_params import SamplingParams
 from pagefleet.runtime.scheduler import Scheduler
+from pagefleet.runtime.speculation.speculator import Speculator
 
 
 def a_scheduler(blocks: int = 16, windows: tuple[int | None, ...] = (None,), **values: object) -> Scheduler:
@@ -180,3 +183,129 @@ def test_a_prefix_that_a_step_computes_in_part_is_shared_as_far_as_it_goes() -> 
     driver.scheduler.rollback(plan)
     driver.run()
     assert all(pool.num_used == 0 for pool in driver.scheduler.cache.pools)
+
+
+# -- speculation -----------------------------------------------------------------------------------------------------
+
+
+class AnyDraft(Speculator):
+    """Drafts of any length; the driver's made-up tokens are 100 + position, and some drafted ones are not."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(SpeculationConfig("ngram", num_tokens=5), frozenset())
+        self._random = random.Random(seed)
+
+    def draft(self, sequence: Sequence, room: int, num_running: int) -> tuple[int, ...]:
+        count = self._random.randint(0, max(min(room, self.config.num_tokens), 0))
+        wrong = self._random.randint(0, 2 * count)
+        return tuple(100 + sequence.num_tokens + i if i != wrong else 99 for i in range(count))
+
+
+class DraftingDriver(Driver):
+    """Accepts what of a draft is right, as the engine does."""
+
+    drafted = accepted = 0
+
+    def step(self, fail: bool = False) -> int:
+        plan = self.scheduler.schedule()
+        assert plan.num_tokens <= self.scheduler.config.max_batched_tokens
+        if fail:
+            self.scheduler.rollback(plan)
+            self.check_blocks()
+            return 0
+        self.scheduler.commit(plan)
+        for entry in plan.scheduled:
+            assert len(entry.token_ids) == entry.num_new
+            if not entry.samples:
+                assert not entry.draft
+                continue
+            self.drafted += len(entry.draft)
+            self.append(entry.sequence)
+            for token in entry.draft:
+                if entry.sequence.token_ids[-1] != token or entry.sequence.status is Status.FINISHED:
+                    break
+                self.accepted += 1
+                self.scheduler.confirm(entry.sequence)
+                self.append(entry.sequence)
+        self.scheduler.settle(plan)
+        self.check_blocks()
+        return plan.num_tokens
+
+    def append(self, sequence: Sequence) -> None:
+        sequence.token_ids.append(100 + sequence.num_tokens)
+        if sequence.num_output == sequence.request.max_tokens:
+            self.scheduler.finish(sequence)
+            self.finished.append(sequence.number)
+
+    def check_blocks(self) -> None:
+        """Sequences own the blocks of their computed tokens and no more; hashed blocks hold what they say."""
+        cache = self.scheduler.cache
+        cache.check()
+        for sequence in self.scheduler.running:
+            for pool, window, table in zip(cache.pools, cache.windows, sequence.tables, strict=True):
+                assert len(table) == cache.blocks_for(sequence.num_computed)
+                slid = 0 if window is None else max(sequence.num_computed - window + 1, 0) // cache.block_size
+                assert all(table[slid:]), "a block that is still seen was freed"
+                for index, block in enumerate(table):
+                    if pool.is_hashed(block):
+                        assert 2 * index + 2 <= sequence.num_computed
+                        assert pool.lookup(sequence.hashes[index], sequence.token_ids[2 * index : 2 * index + 2])
+
+
+@given(OPERATIONS, st.sampled_from([(None,), (None, 5), (4,)]), st.sampled_from([None, 3]), st.integers(0, 99))
+@settings(max_examples=150, deadline=None)
+def test_drafts_leave_blocks_and_hashes_as_if_they_had_not_been(
+    operations: list[tuple[str, int, int]], windows: tuple[int | None, ...], chunk: int | None, seed: int
+) -> None:
+    driver = DraftingDriver(a_scheduler(blocks=15, windows=windows, long_prefill_tokens=chunk))
+    driver.scheduler.speculator = AnyDraft(seed)
+    aborted = set()
+    for kind, x, y in operations:
+        if kind == "add":
+            driver.add(x, y, first=1 + x % 2)
+        elif kind == "abort" and x < len(driver.sequences):
+            if driver.sequences[x].status is not Status.FINISHED:
+                aborted.add(x)
+            driver.scheduler.finish(driver.sequences[x])
+        elif kind in ("step", "fail"):
+            driver.step(fail=kind == "fail")
+    driver.run()
+    driver.scheduler.cache.check()
+    assert all(pool.num_used == 0 for pool in driver.scheduler.cache.pools)
+    assert sorted(driver.finished) == [s.number for s in driver.sequences if s.number not in aborted]
+    assert all(s.num_output <= s.request.max_tokens for s in driver.sequences)
+
+
+def test_every_accepted_draft_token_saves_a_step() -> None:
+    steps = {}
+    for seed in (None, 1):
+        driver = DraftingDriver(a_scheduler(blocks=64))
+        driver.scheduler.speculator = None if seed is None else AnyDraft(seed)
+        driver.add(4, 40)
+        steps[seed] = 0
+        while driver.scheduler.has_work:
+            driver.step()
+            steps[seed] += 1
+    assert 0 < driver.accepted < driver.drafted
+    assert steps[1] == steps[None] - driver.accepted
+
+
+def test_drafts_take_what_prompts_leave_of_the_budget_and_no_block_that_is_missing() -> None:
+    driver = DraftingDriver(a_scheduler(blocks=64, max_batched_tokens=12))
+    driver.add(6, 30)  # 1 2 3 1 2 3
+    driver.step()
+    driver.scheduler.speculator = Speculator(SpeculationConfig("ngram", first_chance=1.0), frozenset())
+    sequence = driver.sequences[0]
+    sequence.token_ids[-1:] = [1, 2, 3, 1]
+    assert driver.scheduler.cache.reserve(sequence, 3)
+    driver.scheduler.cache.commit(sequence, 3)
+    driver.add(7, 5, first=50)
+    plan = driver.scheduler.schedule()
+    assert [(e.num_new, e.draft) for e in plan.scheduled] == [(5, (2, 3, 1, 2)), (7, ())]
+    driver.scheduler.rollback(plan)
+    driver.scheduler.finish(driver.sequences[1])
+    pool = driver.scheduler.cache.pools[0]
+    assert pool.allocate(pool.num_free - 1)
+    (entry,) = driver.scheduler.schedule().scheduled
+    assert (entry.num_new, entry.draft) == (1, ())
+    assert driver.scheduler.num_preemptions == 0

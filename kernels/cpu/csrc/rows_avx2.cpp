@@ -1,5 +1,4 @@
 #include "avx2_begin.h"
-#include "parallel.h"
 #include "rows.h"
 #include "vec.h"
 #include "loops.h"
