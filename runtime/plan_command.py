@@ -32,8 +32,9 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
         ModelError: the checkpoint cannot be read; BackendError: the backend cannot run here.
     """
     from pagefleet.runtime.choices import create_backend
+    from pagefleet.runtime.model.load import find_checkpoint
 
-    path = local_checkpoint(config)
+    path = find_checkpoint(config.model.path, config.model.revision)
     hf_config = read_model_config(path, config.model.trust_remote_code)
     shape = shape_from_config(hf_config)
     backend, config = create_backend(config)
@@ -65,21 +66,6 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
         "memory_source": "plan.memory" if fixed else "free now",
         "kv_groups": _groups(shape),
     }
-
-
-def local_checkpoint(config: Config) -> Path:
-    """The GGUF file or checkpoint folder to read headers from; a hub id is fetched where there is a network."""
-    path = Path(config.model.path).expanduser()
-    if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
-        return ggufs[0] if len(ggufs) == 1 and not (path / "config.json").is_file() else path
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    if path.is_file():
-        raise ModelError(f"{path}: expected a checkpoint folder or a .gguf file")
-    from pagefleet.runtime.model.load import resolve_checkpoint
-
-    return resolve_checkpoint(config.model.path, config.model.revision)
 
 
 def read_model_config(path: Path, trust_remote_code: bool = False) -> Any:

@@ -12,7 +12,8 @@ from pagefleet.runtime.bench.workloads import TokenSource, Workload, chosen, fin
 from pagefleet.runtime.config import Config
 from pagefleet.runtime.errors import ModelError
 from pagefleet.runtime.memory_plan import shape_from_config
-from pagefleet.runtime.plan_command import local_checkpoint, read_model_config
+from pagefleet.runtime.model.load import find_checkpoint
+from pagefleet.runtime.plan_command import read_model_config
 from pagefleet.runtime.sizes import format_size
 from pagefleet.runtime.weights import tensor_infos
 
@@ -83,7 +84,7 @@ def model_sizes(config: Config) -> ModelSizes:
     Raises:
         ModelError: a header cannot be read, or a size is missing.
     """
-    path = local_checkpoint(config)
+    path = find_checkpoint(config.model.path, config.model.revision)
     model_config = read_model_config(path, config.model.trust_remote_code)
     return ModelSizes.of(tensor_infos(path), model_config, shape_from_config(model_config))
 

@@ -20,7 +20,15 @@ from .gguf import cached_checkpoint, convert_gguf
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CheckpointInfo", "cache_home", "checkpoint_info", "convert_gguf", "load_module", "resolve_checkpoint"]
+__all__ = [
+    "CheckpointInfo",
+    "cache_home",
+    "checkpoint_info",
+    "convert_gguf",
+    "find_checkpoint",
+    "load_module",
+    "resolve_checkpoint",
+]
 
 logger = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -49,22 +57,24 @@ def cache_home() -> Path:
     return home_folder()
 
 
-def resolve_checkpoint(path: str | Path, revision: str | None = None) -> Path:
-    """The safetensors checkpoint folder that `path` names.
+def find_checkpoint(path: str | Path, revision: str | None = None) -> Path:
+    """What `path` means: a folder with config.json and safetensors files, or a `.gguf` file.
 
-    A folder is checked; a `.gguf` file, or a folder with one, is converted once into the cache folder; anything else
-    that looks like a hub id is fetched where there is a network.
+    A folder without config.json that holds one `.gguf` file means that file. What is no file or folder here, and looks
+    like a hub id, is fetched where there is a network; `revision` counts for it alone.
 
     Raises:
         ModelError: nothing usable there; the message says what was expected.
     """
     given = Path(path).expanduser()
+    if revision is not None and given.exists():
+        logger.warning("model.revision=%s is of no use: %s is here, and not fetched from a hub", revision, given)
     if given.is_file():
         if given.suffix != ".gguf":
             raise ModelError(
                 f"{given} is not a checkpoint; expected a folder with config.json and .safetensors, or a .gguf file"
             )
-        return cached_checkpoint(given, cache_home() / "models")
+        return given
     if given.is_dir():
         return _from_folder(given)
     if _HUB_ID.fullmatch(str(path)) and given.suffix not in (".gguf", ".safetensors", ".bin"):
@@ -74,11 +84,21 @@ def resolve_checkpoint(path: str | Path, revision: str | None = None) -> Path:
     )
 
 
+def resolve_checkpoint(path: str | Path, revision: str | None = None) -> Path:
+    """The safetensors checkpoint folder of what `path` means; a GGUF file is converted once into the cache folder.
+
+    Raises:
+        ModelError: as `find_checkpoint`, or the GGUF file cannot be converted.
+    """
+    found = find_checkpoint(path, revision)
+    return cached_checkpoint(found, cache_home() / "models") if found.suffix == ".gguf" else found
+
+
 def _from_folder(folder: Path) -> Path:
     ggufs = sorted(folder.glob("*.gguf"))
     if not (folder / "config.json").is_file():
         if len(ggufs) == 1:
-            return cached_checkpoint(ggufs[0], cache_home() / "models")
+            return ggufs[0]
         if ggufs:
             raise ModelError(f"{folder} holds {len(ggufs)} .gguf files ({', '.join(g.name for g in ggufs)}); name one")
         raise ModelError(f"{folder} is not a checkpoint: it has no config.json")

@@ -7,7 +7,6 @@ import pytest
 from pagefleet.backends import detect
 from pagefleet.backends.cpu import host
 from pagefleet.runtime import cli
-from pagefleet.runtime.compose import load_config
 
 
 def test_plan_of_a_tiny_checkpoint_by_hand(tiny_checkpoint, capsys):
@@ -52,13 +51,13 @@ def test_plan_prints_a_table(tiny_checkpoint, capsys):
 def test_plan_of_a_file_that_is_no_model_is_refused(tmp_path, capsys):
     (tmp_path / "x.bin").write_bytes(b"")
     assert cli.main(["plan", f"model.path={tmp_path / 'x.bin'}", "backend=reference"]) == 2
-    assert "expected a checkpoint folder or a .gguf file" in capsys.readouterr().err
+    assert "expected a folder with config.json and .safetensors, or a .gguf file" in capsys.readouterr().err
 
 
 def test_plan_of_a_folder_without_a_configuration_is_refused(tmp_path, capsys):
     assert cli.main(["plan", f"model.path={tmp_path}", "backend=reference"]) == 2
     err = capsys.readouterr().err
-    assert "model configuration cannot be read" in err
+    assert "is not a checkpoint: it has no config.json" in err
     assert "Traceback" not in err
 
 
@@ -177,13 +176,3 @@ def test_a_job_goes_on_where_auto_chooses_the_same_and_is_refused_where_it_does_
 def test_a_job_is_refused_on_another_backend(finished_job, capsys):
     assert cli.main([*finished_job, "backend=reference", "precision=bf16"]) == 2
     assert "backend was 'cpu', is 'reference'" in capsys.readouterr().err
-
-
-def test_a_folder_that_holds_one_gguf_file_is_planned_from_it(tmp_path):
-    from pagefleet.runtime.plan_command import local_checkpoint
-
-    (tmp_path / "x.gguf").write_bytes(b"")
-    config = load_config([f"model.path={tmp_path}"], "plan")
-    assert local_checkpoint(config) == tmp_path / "x.gguf"
-    (tmp_path / "config.json").write_text("{}")
-    assert local_checkpoint(config) == tmp_path

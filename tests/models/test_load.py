@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagefleet.runtime.errors import ModelError
-from pagefleet.runtime.model.load import checkpoint_info, resolve_checkpoint
+from pagefleet.runtime.model.load import checkpoint_info, find_checkpoint, resolve_checkpoint
 from pagefleet.runtime.model.open import open_checkpoint
 from pagefleet.runtime.model.self_test import PagedRun
 
@@ -129,6 +129,37 @@ def test_folders_and_files_that_are_no_checkpoint(tmp_path, checkpoint):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"no \.safetensors weights; it has pytorch_model\.bin"):
         resolve_checkpoint(folder)
+
+
+def test_a_folder_that_holds_one_gguf_file_and_nothing_else_means_that_file(tmp_path, checkpoint):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "x.gguf").write_bytes(b"")
+    assert find_checkpoint(tmp_path / "one") == find_checkpoint(tmp_path / "one" / "x.gguf") == tmp_path / "one/x.gguf"
+    (checkpoint[0] / "x.gguf").write_bytes(b"")
+    assert find_checkpoint(checkpoint[0]) == checkpoint[0]
+    (tmp_path / "one" / "y.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"2 \.gguf files \(x\.gguf, y\.gguf\); name one"):
+        find_checkpoint(tmp_path / "one")
+
+
+def test_the_plan_refuses_what_loading_refuses_in_the_same_words(tmp_path, checkpoint):
+    from pagefleet.runtime.compose import load_config
+    from pagefleet.runtime.plan_command import make_plan
+
+    (tmp_path / "two").mkdir()
+    for name in ("x.gguf", "y.gguf"):
+        (tmp_path / "two" / name).write_bytes(b"")
+    for path in (tmp_path / "two", tmp_path / "nowhere", checkpoint[0] / "config.json"):
+        with pytest.raises(ModelError) as loading:
+            resolve_checkpoint(path)
+        with pytest.raises(ModelError) as planning:
+            make_plan(load_config([f"model.path={path}"], "plan"))
+        assert str(loading.value) == str(planning.value)
+
+
+def test_a_revision_of_what_is_here_is_said_to_be_of_no_use(checkpoint, caplog):
+    assert find_checkpoint(checkpoint[0], "v2") == checkpoint[0]
+    assert "model.revision=v2 is of no use" in caplog.text
 
 
 def test_missing_shards_are_named(checkpoint):
