@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from typing import Any
 
-from pagefleet.runtime.bench.floor import ModelSizes, floor, measure_ceilings
+from pagefleet.backends import registry
+from pagefleet.backends.base import Backend, BackendOptions
+from pagefleet.runtime.bench.floor import Ceilings, ModelSizes, floor, measure_ceilings
 from pagefleet.runtime.bench.measure import drive, summarize
 from pagefleet.runtime.bench.workloads import TokenSource, Workload, chosen, fingerprint, read_text, warmup
 from pagefleet.runtime.config import Config
@@ -70,12 +73,20 @@ def add_floors(llm: Any, workloads: list[Workload], reports: list[dict[str, Any]
     except ModelError as error:
         log.warning("no floor: %s", error)
         return
-    device, ops = llm.backend.capabilities().device, llm.backend.ops()
-    ceilings = measure_ceilings(device, llm.backend.synchronize, [precision], pack=ops.linear)
+    ceilings = _ceilings(llm.backend, [precision])
     for workload, report in zip(workloads, reports, strict=True):
         least = floor(workload, sizes, ceilings, precision, llm.kv_dtype)
         report["ceilings"], report["floor"] = ceilings.as_dict(), least.as_dict()
         report["times_floor"] = report["seconds"] / least.seconds
+
+
+def ceilings_of(config: Config, precisions: Collection[str]) -> Ceilings:
+    """The ceilings of the device that a configuration names, without a model."""
+    return _ceilings(registry.create(config.backend.name, BackendOptions(threads=config.backend.threads)), precisions)
+
+
+def _ceilings(backend: Backend, precisions: Collection[str]) -> Ceilings:
+    return measure_ceilings(backend.capabilities().device, backend.synchronize, precisions, pack=backend.ops().linear)
 
 
 def model_sizes(config: Config) -> ModelSizes:
