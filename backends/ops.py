@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .selection import Selection
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
 
 
@@ -105,6 +107,10 @@ class Ops(Protocol):
         Raises:
             BackendError: a scheme that this backend does not have.
         """
+        ...
+
+    def selection(self) -> Selection:
+        """What chooses tokens from logits."""
         ...
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -13,6 +13,8 @@ from pagefleet.kernels import reference
 from .base import Backend, BackendError
 from .exact import in_row_tiles, in_vector_pieces, plain_product, safe_tile_rows
 from .ops import Heads, Linear, Norm, Rotary
+from .selection import Selection
+from .torch_selection import TorchSelection
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -53,6 +55,10 @@ class TorchOps:
             name = self._backend.capabilities().name
             raise BackendError(f"backend '{name}' has no {scheme} linear layers; choose precision=fp32, bf16 or fp16")
         return TorchLinear(weight, bias, self._exact)
+
+    def selection(self) -> Selection:
+        """See `Ops.selection`."""
+        return TorchSelection()
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `Ops.norm`."""

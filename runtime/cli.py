@@ -25,6 +25,7 @@ OK, FAILED, REFUSED, SOME_ROWS, INTERRUPTED = 0, 1, 2, 3, 130
 _SEVERITY = (OK, SOME_ROWS, REFUSED, FAILED)
 _VALUE_FLAGS = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
 _VALUE_FLAGS |= {"--experimental-rerun"}
+_SHOW_FLAGS = {"-c", "--cfg", "-p", "--package"}
 _INFO_VALUES = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
 
 USAGE = """usage: pagefleet COMMAND [group=option] [key=value] [Hydra flags]
@@ -72,8 +73,13 @@ def _run_hydra(command: str, rest: list[str]) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")
     register_resolvers()
     try:
-        with _hydra_environment([f"pagefleet {command}", *order_arguments(rest)]), config_errors(command):
-            hydra.main(config_path="pkg://pagefleet.conf", config_name=command, version_base="1.3")(task)()
+        plain = without_show_flags(rest)
+        if plain != rest:  # Hydra shows a configuration without running anything: its values are checked here
+            shown: list[DictConfig] = []
+            _compose_and_run(command, plain, shown.append)
+            for composed in shown:
+                to_config(composed, command)
+        _compose_and_run(command, rest, task)
     except ConfigError as error:
         return _refuse(str(error))
     except (HydraException, OmegaConfBaseException) as error:
@@ -85,6 +91,25 @@ def _run_hydra(command: str, rest: list[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else FAILED if stop.code else OK
     return worst(codes)
+
+
+def _compose_and_run(command: str, rest: Sequence[str], task: Callable[[DictConfig], object]) -> None:
+    with _hydra_environment([f"pagefleet {command}", *order_arguments(rest)]), config_errors(command):
+        hydra.main(config_path="pkg://pagefleet.conf", config_name=command, version_base="1.3")(task)()
+
+
+def without_show_flags(rest: Sequence[str]) -> list[str]:
+    """The arguments without `--cfg` and what belongs to it; all of them where Hydra will refuse it beside others."""
+    if any(argument in ("-m", "--multirun", "-i", "--info", "-h", "--help") for argument in rest):
+        return list(rest)
+    kept = []
+    before = ""
+    for argument in rest:
+        name, _, _ = argument.partition("=")
+        if name not in (*_SHOW_FLAGS, "--resolve") and before not in _SHOW_FLAGS:
+            kept.append(argument)
+        before = argument
+    return kept
 
 
 def order_arguments(rest: Sequence[str]) -> list[str]:

@@ -55,7 +55,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.metrics = EngineMetrics()
         self._device = device
-        self._sampler = Sampler(runner.model.vocab_size)
+        self._selection = runner.backend.ops().selection()
+        self._sampler = Sampler(runner.model.vocab_size, self._selection)
         self._eos = runner.model.eos_token_ids | tokenizer.eos_token_ids
         speculator = Speculator(speculation, self._eos) if speculation and speculation.name != "none" else None
         self.scheduler = Scheduler(config, cache, speculator)
@@ -234,7 +235,7 @@ class Engine:
                     rows = torch.arange(position, end, device=hidden.device) - entry.start + offset
                     targets = request.prompt_token_ids[position + 1 : end + 1]
                     count = request.params.prompt_logprobs or 0
-                    done.extend(prompt_logprobs(self.runner.logits(hidden, rows), targets, count))
+                    done.extend(prompt_logprobs(self._selection, self.runner.logits(hidden, rows), targets, count))
             offset += entry.num_new
 
     def _nothing_scheduled(self) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from pagefleet.kernels.cpu import NativeKernels
-from pagefleet.kernels.cpu.native import TYPES
+from pagefleet.kernels.cpu import FLOAT_TYPES, NativeKernels
 
 from ..base import Backend
 from ..ops import ACTIVATIONS, Norm
+from .native_selection import NativeSelection
 from .ops import CpuOps
 
-_TYPES = {dtype: TYPES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
 _NO_NORM = (2, 0, 0, 0.0)
 
@@ -28,13 +27,18 @@ class NativeOps(CpuOps):
 
     def __init__(self, backend: Backend, native: NativeKernels, exact: bool = False) -> None:
         super().__init__(backend, exact)
-        self.kernels = {"norm": "C++", "activation": "C++", "query_and_store": "torch"}
+        self._selection = NativeSelection(native)
+        self.kernels = {"norm": "C++", "activation": "C++", "query_and_store": "torch", "sampling": "C++"}
         self._native_norm, self._native_add_norm = native.norm, native.add_norm
         self._native_activation, self._native_gated = native.activation, native.gated_activation
 
+    def selection(self) -> NativeSelection:
+        """See `Ops.selection`."""
+        return self._selection
+
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `Ops.norm`."""
-        number, (stride, step) = _TYPES.get(x.dtype), x.stride()
+        number, (stride, step) = FLOAT_TYPES.get(x.dtype), x.stride()
         if number is None or step != 1:
             return super().norm(x, norm)
         out, (rows, n) = torch.empty_like(x), x.shape
@@ -45,7 +49,11 @@ class NativeOps(CpuOps):
         self, x: torch.Tensor, residual: torch.Tensor, norm: Norm | None, post: Norm | None = None, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.add_norm`. The sum is `residual` itself."""
-        number, (stride, step), (residual_stride, residual_step) = _TYPES.get(x.dtype), x.stride(), residual.stride()
+        number, (stride, step), (residual_stride, residual_step) = (
+            FLOAT_TYPES.get(x.dtype),
+            x.stride(),
+            residual.stride(),
+        )
         if number is None or step != 1 or residual_step != 1 or residual.dtype != x.dtype:
             return super().add_norm(x, residual, norm, post, scale)
         rows, n = x.shape
@@ -58,7 +66,7 @@ class NativeOps(CpuOps):
 
     def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """See `Ops.activation`."""
-        number, (stride, step) = _TYPES.get(x.dtype), x.stride()
+        number, (stride, step) = FLOAT_TYPES.get(x.dtype), x.stride()
         if number is None or step != 1:
             return super().activation(x, name)
         out, (rows, n) = torch.empty_like(x), x.shape
@@ -69,7 +77,7 @@ class NativeOps(CpuOps):
 
     def gated_activation(self, gate_up: torch.Tensor, name: str) -> torch.Tensor:
         """See `Ops.gated_activation`."""
-        number, (stride, step), (rows, both) = _TYPES.get(gate_up.dtype), gate_up.stride(), gate_up.shape
+        number, (stride, step), (rows, both) = FLOAT_TYPES.get(gate_up.dtype), gate_up.stride(), gate_up.shape
         if number is None or step != 1:
             return super().gated_activation(gate_up, name)
         n = both // 2

@@ -39,7 +39,7 @@ class CpuOps(TorchOps):
 
     def __init__(self, backend: Backend, exact: bool = False) -> None:
         super().__init__(backend, exact)
-        self.kernels = {"norm": "torch", "activation": "torch", "query_and_store": "torch"}
+        self.kernels = {"norm": "torch", "activation": "torch", "query_and_store": "torch", "sampling": "torch"}
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: str | None = None) -> Linear:
         """See `Ops.linear`."""

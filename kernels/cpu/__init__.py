@@ -1,5 +1,5 @@
 """Compiled kernels for x86 processors, one build for every instruction set, chosen when they are loaded."""
 
-from .native import LEVELS, NativeKernels, load_native, why_not_native
+from .native import FLOAT_TYPES, LEVELS, NativeKernels, load_native, why_not_native
 
-__all__ = ["LEVELS", "NativeKernels", "load_native", "why_not_native"]
+__all__ = ["FLOAT_TYPES", "LEVELS", "NativeKernels", "load_native", "why_not_native"]

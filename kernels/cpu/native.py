@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 LEVELS = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")  # each has what the ones before it have
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # as csrc/types.h numbers them
+FLOAT_TYPES = {dtype: number for dtype, number in TYPES.items() if dtype.is_floating_point}
 
 NativeKernels = Any  # the module `_native`: functions of addresses and numbers
 

@@ -1,7 +1,4 @@
-"""Raw log-probabilities: of the logits as the model gave them, before penalties, masks and temperature.
-
-One row at a time, so memory stays at one row and no row can depend on another.
-"""
+"""Raw log-probabilities: of the logits as the model gave them, before penalties, masks and temperature."""
 
 from __future__ import annotations
 
@@ -10,30 +7,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pagefleet.backends.selection import Score, Selection
 from pagefleet.runtime.outputs import Logprob
 
 
-def token_logprobs(logits: Tensor, token_id: int, k: int) -> dict[int, Logprob]:
+def token_logprobs(logits: Tensor, token_id: int, score: Score, k: int) -> dict[int, Logprob]:
     """Log-probability and rank of a token and of the `k` most likely ones.
 
     Args:
         logits: [V], raw.
+        score: of the token.
 
     Returns:
         The token first, then the most likely by rank (equal ones by id). A rank is 1 + the number of tokens with a
         strictly greater logit. `decoded_token` is left None.
     """
-    total = torch.logsumexp(logits, dim=0)
-    chosen = logits[token_id]
-    result = {token_id: Logprob(float(chosen - total), 1 + int((logits > chosen).sum()))}
+    result = {token_id: Logprob(score.logprob, score.rank)}
     ids, values = most_likely(logits, k)
     rank, previous = 0, None
-    for place, (i, value, logprob) in enumerate(
-        zip(ids.tolist(), values.tolist(), (values - total).tolist(), strict=True), start=1
-    ):
+    for place, (i, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1):
         rank = rank if value == previous else place
         previous = value
-        result.setdefault(i, Logprob(logprob, rank))
+        result.setdefault(i, Logprob(value - score.total, rank))
     return result
 
 
@@ -48,7 +43,9 @@ def most_likely(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return ids[order[:k]], values[:k]
 
 
-def prompt_logprobs(logits: Tensor, targets: Sequence[int] | Tensor, k: int) -> list[dict[int, Logprob]]:
+def prompt_logprobs(
+    selection: Selection, logits: Tensor, targets: Sequence[int] | Tensor, k: int
+) -> list[dict[int, Logprob]]:
     """Log-probabilities of prompt tokens.
 
     Args:
@@ -59,4 +56,5 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int] | Tensor, k: int) -> 
     ids = targets.tolist() if isinstance(targets, Tensor) else list(targets)
     if len(ids) != logits.shape[0]:
         raise ValueError(f"prompt_logprobs: expected one target per row, got {len(ids)} for {logits.shape[0]} rows")
-    return [token_logprobs(row, token_id, k) for row, token_id in zip(logits, ids, strict=True)]
+    scores = selection.score(logits, range(len(ids)), ids)
+    return [token_logprobs(row, token_id, score, k) for row, token_id, score in zip(logits, ids, scores, strict=True)]

@@ -88,6 +88,26 @@ def test_cfg_job_prints_the_composed_configuration_and_runs_nothing(capsys, ran,
     assert list(work_folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "flags", [["--cfg", "job"], ["-c", "job"], ["--cfg=job"], ["--cfg", "job", "-p", "cache"]], ids=" ".join
+)
+def test_cfg_refuses_a_wrong_value_as_a_run_would(flags, capsys, ran, work_folder):
+    for override, said in (
+        ("cache.block_size=0", "cache.block_size: expected an integer from 1 to 256, got 0"),
+        ("cache.memory=lots", "cache.memory"),
+        ("+job.defaults.temprature=1", "did you mean 'temperature'?"),
+    ):
+        assert cli.main(["batch", override, *flags]) == 2
+        shown, refused = capsys.readouterr()
+        assert shown == ""
+        assert refused.startswith("pagefleet: ")
+        assert said in refused
+    assert cli.main(["batch", *flags, "cache.block_size=8"]) == 0
+    assert "block_size: 8" in capsys.readouterr().out
+    assert ran == []
+    assert list(work_folder.iterdir()) == []
+
+
 def test_flags_and_overrides_may_be_mixed(capsys, ran):
     assert cli.main(["batch", "seed=5", "--cfg", "job", "cache.block_size=8", "--resolve", "precision=fp32"]) == 0
     printed = OmegaConf.create(capsys.readouterr().out)

@@ -5,12 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagefleet.backends import host
+from pagefleet.backends.cpu.native_selection import NativeSelection
+from pagefleet.kernels.cpu import load_native, why_not_native
 from pagefleet.runtime.errors import ErrorCode
+from pagefleet.runtime.sampling import sampler
 from pagefleet.runtime.sampling.grammar import GrammarFactory
 from pagefleet.runtime.sampling.sampler import Sampler, SamplingRow
 from pagefleet.runtime.sampling_params import SamplingParams, StructuredOutput
 
 V = 50
+
+
+@pytest.fixture(params=["torch", "compiled"], autouse=True)
+def _selection(request, monkeypatch):
+    """Every promise holds with plain torch and with the compiled kernels of the best instruction set here."""
+    if request.param == "compiled":
+        native = load_native(host.isa())
+        if native is None:
+            pytest.skip(why_not_native(host.isa()))
+        monkeypatch.setattr(sampler, "TorchSelection", lambda: NativeSelection(native))
+
+
 EOS = frozenset({2})
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagefleet.backends.torch_selection import TorchSelection
+from pagefleet.kernels.reference import exponential
 from pagefleet.runtime.errors import ErrorCode, RequestError
-from pagefleet.runtime.sampling.logprobs import prompt_logprobs, token_logprobs
-from pagefleet.runtime.sampling.noise import draw_key, exponential
+from pagefleet.runtime.sampling.logprobs import prompt_logprobs
+from pagefleet.runtime.sampling.noise import draw_key
 from pagefleet.runtime.sampling.penalties import (
     bad_word_sequences,
     ban_bad_words,
@@ -15,6 +17,10 @@ from pagefleet.runtime.sampling.penalties import (
     penalise,
 )
 from pagefleet.runtime.sampling_params import SamplingParams
+
+
+def token_logprobs(logits, token_id, k):
+    return prompt_logprobs(TorchSelection(), logits[None], [token_id], k)[0]
 
 
 def test_repetition_covers_prompt_and_output_frequency_and_presence_the_output():
@@ -69,11 +75,11 @@ def test_prompt_logprobs_equal_log_softmax():
     logits = torch.randn(7, 301, generator=torch.Generator().manual_seed(1))
     targets = torch.arange(7) * 40
     expected = torch.log_softmax(logits.double(), -1)
-    for i, entry in enumerate(prompt_logprobs(logits, targets, k=2)):
+    for i, entry in enumerate(prompt_logprobs(TorchSelection(), logits, targets, k=2)):
         assert entry[int(targets[i])].logprob == pytest.approx(float(expected[i, targets[i]]), abs=1e-5)
         assert set(expected[i].topk(2).indices.tolist()) <= set(entry)
     with pytest.raises(ValueError, match="one target per row"):
-        prompt_logprobs(logits, [1, 2], k=0)
+        prompt_logprobs(TorchSelection(), logits, [1, 2], k=0)
 
 
 def test_noise_is_the_documented_hash_whatever_subset_is_asked_for():

@@ -1,4 +1,4 @@
-// How kernels walk over rows and along one. Include it after vec.h, like that once a translation unit.
+// How kernels walk over rows and along one. Include it after parallel.h and vec.h, like that once a translation unit.
 
 namespace pagefleet::PAGEFLEET_ISA {
 

@@ -8,9 +8,6 @@
 
 namespace pagefleet {
 
-// Below this, waking threads costs more than they save.
-inline constexpr int64_t kParallelElements = 1 << 15;
-
 enum class NormKind : int64_t { rms = 0, layer = 1, none = 2 };
 
 // weight and bias are fp32 [n] or null.

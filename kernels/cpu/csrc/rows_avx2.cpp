@@ -1,4 +1,5 @@
 #include "avx2_begin.h"
+#include "parallel.h"
 #include "rows.h"
 #include "vec.h"
 #include "loops.h"

@@ -1,0 +1,10 @@
+#include "avx2_begin.h"
+#include "parallel.h"
+#include "scratch.h"
+#include "selection.h"
+#include "vec.h"
+#include "loops.h"
+#include "selection_vec.h"
+#include "selection_impl.h"
+
+const pagefleet::SelectionKernels pagefleet::selection_avx2 = pagefleet::avx2::table;
