@@ -2,16 +2,22 @@
 
 from .attention import paged_attention
 from .cache import copy_blocks, quantize_int8, write_kv
-from .rows import norm, rotate
+from .heads import query_and_store
+from .quantized import dequantize, quantize
+from .rows import activation, norm, rotate
 from .selection import draw_token, exponential
 
 __all__ = [
+    "activation",
     "copy_blocks",
+    "dequantize",
     "draw_token",
     "exponential",
     "norm",
     "paged_attention",
+    "quantize",
     "quantize_int8",
+    "query_and_store",
     "rotate",
     "write_kv",
 ]

@@ -24,6 +24,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the step's queries over cached tokens; prefill and decode are one thing.
 
@@ -37,6 +38,7 @@ def paged_attention(
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: [Hq], a score per head that takes part in the softmax and carries no value.
         key_scales, value_scales: [num_blocks, block_size, Hkv], what an int8 cache is multiplied with.
+        alibi_slopes: [Hq]; a score falls by the head's slope for each token of distance (Press et al., 2022).
 
     Returns:
         [T, Hq, Dv] in query's dtype, computed in float64 for a float64 query and in float32 otherwise. A query that
@@ -69,6 +71,9 @@ def paged_attention(
             scores = torch.einsum("hgd,lhd->hgl", grouped, keys) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                distance = (position - seen).to(dtype)
+                scores = scores - alibi_slopes.to(dtype).view(num_kv_heads, -1, 1) * distance
             highest = scores.amax(-1, keepdim=True)
             sink_scores = None if sinks is None else sinks.to(dtype).view(num_kv_heads, -1, 1)
             if sink_scores is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def norm(
@@ -43,3 +44,27 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     a, b = first * cos - second * sin, second * cos + first * sin
     out = torch.stack([a, b], -1).flatten(-2) if interleaved else torch.cat([a, b], -1)
     return torch.cat([out.to(x.dtype), rest], -1)
+
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "identity": lambda x: x,
+}
+
+
+def activation(x: torch.Tensor, name: str, gated: bool = False) -> torch.Tensor:
+    """An activation of x [rows, I]; if `gated`, activation(x[:, :I]) * x[:, I:] of x [rows, 2 I].
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation: '{name}' is unknown; expected one of {', '.join(_ACTIVATIONS)}")
+    if not gated:
+        return _ACTIVATIONS[name](x)
+    gate, up = x.chunk(2, -1)
+    return _ACTIVATIONS[name](gate) * up

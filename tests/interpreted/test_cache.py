@@ -1,0 +1,94 @@
+"""KV writes, with and without quantising, and block moves: equal to the specification, and nothing else is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagefleet.kernels import reference
+from pagefleet.kernels.triton.cache import copy_blocks, move_blocks, write_kv
+from pagefleet.kernels.triton.formats import QuantisedViews
+
+SLOTS = torch.tensor([5, -1, 14, 4, 0, 20])
+
+
+def caches(kv_heads, size, value_size, block_size, dtype, fill):
+    shapes = [(8, kv_heads, block_size, width) for width in (size, value_size)]
+    return [torch.full(shape, fill, dtype=dtype).transpose(1, 2) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kv_heads", "size", "value_size", "block_size"), [(1, 16, 16, 4), (9, 24, 7, 3)])
+def test_new_tokens_fill_their_slots_and_nothing_else(dtype, kv_heads, size, value_size, block_size):
+    key, value = torch.randn(6, kv_heads, size + 3)[..., :size], torch.randn(6, kv_heads, value_size)
+    got, expected = (caches(kv_heads, size, value_size, block_size, dtype, -7.0) for _ in range(2))
+    write_kv(key, value, *got, SLOTS)
+    reference.write_kv(key, value, *expected, SLOTS)
+    place = 2.0**-7 if dtype == torch.bfloat16 else 0.0  # the interpreter cuts bfloat16 where GPUs round
+    for new, stored in zip(got, expected, strict=True):
+        torch.testing.assert_close(new, stored, rtol=place, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("group_size", [None, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantising_writes_the_specifications_codes_and_scales_to_the_bit(kind, group_size, dtype):
+    kv_heads, size, value_size, block_size = 3, 20, 32, 4
+    spread = torch.logspace(-6, 6, kv_heads)[None, :, None]
+    key, value = (torch.randn(6, kv_heads, n).mul(spread).to(dtype) for n in (size, value_size))
+    key[2] = 0.0
+    stored = torch.int8 if kind == "int8" else torch.uint8
+    got = caches(kv_heads, size, value_size, block_size, stored, 99)
+    groups = [-(-n // (group_size or n)) for n in (size, value_size)]
+    scales = [torch.full((8, block_size, kv_heads, n), -7.0) for n in groups]
+    write_kv(key, value, *got, SLOTS, QuantisedViews(kind, *scales, group_size))
+    for x, cache, scale in zip((key, value), got, scales, strict=True):
+        codes, expected_scales = reference.quantise(x, kind, group_size)
+        expected, expected_held = torch.full_like(cache, 99), torch.full_like(scale, -7.0)
+        kept = SLOTS >= 0
+        place = (SLOTS[kept] // block_size, SLOTS[kept] % block_size)
+        expected[place], expected_held[place] = codes[kept].view(stored), expected_scales[kept]
+        assert torch.equal(scale, expected_held)
+        assert torch.equal(cache, expected)
+
+
+def test_every_8_bit_float_is_reached_and_rounds_to_even():
+    """A ramp through all codes and the points halfway between them, against torch's own conversion."""
+    for kind, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
+        largest = reference.quantised.LARGEST[kind]
+        codes = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+        codes = codes[codes <= largest].unique()
+        between = (codes[1:] + codes[:-1]) / 2
+        ramp = torch.cat([codes, between, between * (1 + 1e-6), between * (1 - 1e-6)])
+        x = torch.cat([torch.tensor([largest]), ramp]).repeat(1, 2, 1)  # the scale of both heads becomes 1
+        x[:, 1, 1:] *= -1
+        got = [torch.zeros(1, 1, 2, x.shape[-1], dtype=torch.uint8) for _ in range(2)]
+        scales = torch.zeros(1, 1, 2, 1)
+        write_kv(x, x, *got, torch.zeros(1, dtype=torch.int64), QuantisedViews(kind, scales, scales.clone()))
+        assert torch.equal(got[0][0], x.to(dtype).view(torch.uint8))
+
+
+def test_copies_of_a_step_read_before_they_write():
+    data, expected = (torch.arange(8, dtype=torch.uint8)[:, None].repeat(1, 20000) for _ in range(2))
+    for pairs in ([(1, 2), (2, 3), (1, 5)], [(4, 6), (4, 7)], []):
+        copy_blocks(data, pairs)
+        reference.copy_blocks(expected, pairs)
+        assert torch.equal(data, expected)
+    with pytest.raises(ValueError, match="named twice"):
+        copy_blocks(data, [(1, 2), (3, 2)])
+    with pytest.raises(ValueError, match="null block"):
+        copy_blocks(data, [(1, 0)])
+
+
+def test_gathered_blocks_scatter_back_to_where_they_were():
+    data = torch.randint(0, 256, (9, 384), dtype=torch.uint8)
+    rows = torch.tensor([7, 2, 4])
+    staging = torch.empty(3, 384, dtype=torch.uint8)
+    move_blocks(data, staging, sources=rows)
+    assert torch.equal(staging, data[rows])
+    other = torch.zeros_like(data)
+    move_blocks(staging, other, destinations=rows)
+    assert torch.equal(other[rows], data[rows])
+    assert not other[[0, 1, 3, 5, 6, 8]].any()
+    move_blocks(staging, other[:3])
+    assert torch.equal(other[:3], staging)
