@@ -313,7 +313,6 @@ def paged_attention(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **constants,
-        **tiles.options,
     )
     if splits > 1:
         merge_kernel[(tokens, num_heads)](

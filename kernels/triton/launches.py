@@ -24,6 +24,15 @@ FEATURES: tuple[dict[str, object], ...] = (
     {"sinks": torch.zeros(128)},
     {"alibi_slopes": torch.zeros(128)},
 )
+KERNELS = {
+    "attention_kernel",
+    "merge_kernel",
+    "write_kernel",
+    "move_kernel",
+    "heads_kernel",
+    "add_norm_kernel",
+    "activation_kernel",
+}
 # query heads, KV heads, head size, as in Llama 3 8B, Qwen 2.5 7B, Gemma 3 1B, Phi 3, SmolLM2, GPT-2
 HEADS = ((32, 8, 128), (28, 4, 128), (4, 1, 256), (32, 32, 96), (9, 3, 64), (12, 12, 64))
 
@@ -129,7 +138,7 @@ def covering(target: Target) -> Iterator[Launch]:
     llama, smol, bf16 = HEADS[0], HEADS[4], torch.bfloat16
     yield _attention(target, llama, bf16)
     yield _attention(target, llama, bf16, kind="int8", decode=True)
-    yield _attention(target, HEADS[2], bf16, decode=True, features=FEATURES[2])
+    yield _attention(target, HEADS[2], bf16, kind="int8", group_size=32, features=FEATURES[2])
     yield _attention(target, smol, torch.float32, features=FEATURES[3])
     yield _attention(target, smol, torch.float16, kind="fp8_e4m3", group_size=32, features=FEATURES[4])
     yield _heads(llama, bf16, "int8", norms=True)

@@ -7,7 +7,7 @@ CDNA 4 (their ISA guides).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 KIB = 1024
 
@@ -20,7 +20,6 @@ class AttentionTiles:
     tile: int
     warps: int
     stages: int
-    options: dict[str, int] = field(default_factory=dict)  # compiler options that only this vendor knows
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,9 @@ class Target:
         vendor: "cuda", "hip" or "interpreter".
         warp_size: threads that run together.
         shared_bytes: shared memory (LDS) that one program may use.
-        prefill: tiles for steps with prompts, compute in 16 bits; decode: for steps of single tokens.
+        prefill: tiles for steps with prompts, compute in 16 bits; decode: for steps of single tokens; the wide ones
+            are for heads of more than 128 elements.
+        full: tiles of 4-byte queries, which are multiplied without matrix cores to keep float32.
     """
 
     arch: str
@@ -40,16 +41,19 @@ class Target:
     warp_size: int
     shared_bytes: int
     prefill: AttentionTiles
+    wide_prefill: AttentionTiles
     decode: AttentionTiles
+    wide_decode: AttentionTiles
+    full: AttentionTiles
 
     def attention(self, group: int, head_dim: int, value_dim: int, query_bytes: int, decode: bool) -> AttentionTiles:
-        """Tiles for `group` query heads a KV head and padded head sizes, cut until they fit the shared memory.
-
-        Queries of 4 bytes are multiplied without matrix cores, to keep float32: they get small tiles.
-        """
-        tiles = self.decode if decode else self.prefill
+        """Tiles for `group` query heads a KV head and padded head sizes, cut until they fit the shared memory."""
+        if max(head_dim, value_dim) > 128:
+            tiles = self.wide_decode if decode else self.wide_prefill
+        else:
+            tiles = self.decode if decode else self.prefill
         if query_bytes == 4 and self.vendor != "interpreter":
-            tiles = replace(tiles, block_m=16, tile=min(tiles.tile, 32), warps=4, stages=1)
+            tiles = self.full
         while tiles.block_m < group:
             tiles = replace(tiles, block_m=tiles.block_m * 2)
         while self._shared(tiles, head_dim, value_dim, query_bytes) > self.shared_bytes:
@@ -57,7 +61,7 @@ class Target:
                 tiles = replace(tiles, stages=tiles.stages - 1)
             elif tiles.tile > 16:
                 tiles = replace(tiles, tile=tiles.tile // 2)
-            elif tiles.block_m > max(16, group):
+            elif tiles.block_m // 2 >= max(16, group):
                 tiles = replace(tiles, block_m=tiles.block_m // 2)
             else:
                 break  # the compiler has the last word
@@ -68,7 +72,7 @@ class Target:
         found = []
         if shared_bytes > self.shared_bytes:
             found.append(f"TOO MUCH shared memory: {shared_bytes} of {self.shared_bytes} bytes")
-        if scratch_bytes:
+        if scratch_bytes and scratch_bytes > 16:  # a register or two: ptxas takes them back for occupancy
             found.append(f"SPILLS {scratch_bytes} bytes a thread")
         return found
 
@@ -79,31 +83,38 @@ class Target:
         return query_bytes * (buffers + tiles.stages * tiles.tile * (head_dim + value_dim))
 
 
-def _nvidia(arch: str, shared_kib: int, prefill: AttentionTiles) -> Target:
-    # decode reads memory: 16 rows are the smallest that the matrix cores take, deep pipelines hide the latency
-    return Target(arch, "cuda", 32, shared_kib * KIB, prefill, AttentionTiles(16, 64, 4, 3))
+def _tiles(*sizes: int) -> tuple[AttentionTiles, ...]:
+    return tuple(AttentionTiles(*sizes[i : i + 4]) for i in range(0, len(sizes), 4))
 
 
-def _amd(arch: str, warp_size: int, lds_kib: int, prefill: AttentionTiles) -> Target:
-    return Target(arch, "hip", warp_size, lds_kib * KIB, prefill, AttentionTiles(16, 64, 4, 1, {"waves_per_eu": 2}))
-
+# Rows, tokens, warps and stages: of prefill, of prefill with wide heads, of decode, of decode with wide heads, of
+# float32. The largest that were compiled without a spill (`tools/compile_kernels.py` shows registers and spills).
+# Decode reads memory and has 16 rows, the fewest that matrix cores take; deep pipelines hide the latency.
+_SM80 = _tiles(128, 32, 8, 2, 64, 16, 8, 2, 16, 64, 4, 3, 16, 32, 4, 3, 16, 32, 8, 1)
+_SM89 = _tiles(64, 32, 4, 2, 64, 16, 8, 2, 16, 64, 4, 2, 16, 64, 4, 2, 16, 32, 8, 1)
+# two warpgroups of 64 rows feed Hopper's asynchronous matrix cores
+_SM90 = _tiles(128, 64, 8, 2, 64, 32, 8, 2, 16, 64, 4, 3, 16, 32, 4, 3, 16, 32, 8, 1)
+# CDNA: 64 threads a wave; one stage, since LDS is small and occupancy hides more
+_CDNA2 = _tiles(64, 32, 4, 1, 64, 16, 4, 1, 16, 64, 4, 1, 16, 32, 4, 1, 16, 32, 8, 1)
+_CDNA3 = _tiles(128, 32, 4, 1, 64, 16, 4, 1, 16, 64, 4, 1, 16, 32, 4, 1, 16, 32, 8, 1)
+_CDNA4 = _tiles(128, 64, 8, 1, 64, 32, 4, 1, 16, 64, 4, 1, 16, 32, 4, 1, 16, 32, 8, 1)
+# RDNA 3: 32 threads a wave and at most 256 registers a thread, so more warps share a tile
+_RDNA3 = _tiles(64, 32, 8, 1, 16, 16, 8, 1, 16, 32, 8, 1, 16, 16, 8, 1, 16, 16, 4, 1)
+# numpy does a tile at once: few large ones are fastest
+_INTERPRETER = _tiles(64, 128, 1, 1, 64, 128, 1, 1, 16, 128, 1, 1, 16, 128, 1, 1, 64, 128, 1, 1)
 
 TARGETS = {
     target.arch: target
     for target in (
-        _nvidia("sm80", 163, AttentionTiles(64, 64, 4, 3)),
-        _nvidia("sm86", 99, AttentionTiles(64, 32, 4, 2)),
-        _nvidia("sm89", 99, AttentionTiles(64, 64, 4, 2)),
-        # two warpgroups of 64 rows feed Hopper's asynchronous matrix cores
-        _nvidia("sm90", 227, AttentionTiles(128, 64, 8, 3)),
-        # CDNA: 32 x 32 matrix instructions, 64 threads a wave; one stage, since LDS is small and occupancy hides more
-        _amd("gfx90a", 64, 64, AttentionTiles(64, 32, 4, 1, {"waves_per_eu": 2})),
-        _amd("gfx942", 64, 64, AttentionTiles(128, 32, 4, 1, {"waves_per_eu": 2})),
-        _amd("gfx950", 64, 160, AttentionTiles(128, 64, 4, 2, {"waves_per_eu": 2})),
-        # RDNA 3: 16 x 16 WMMA, 32 threads a wave
-        _amd("gfx1100", 32, 64, AttentionTiles(64, 32, 4, 1)),
-        # numpy does a tile at once: few large ones are fastest
-        Target("interpreter", "interpreter", 1, 1 << 40, AttentionTiles(64, 128, 1, 1), AttentionTiles(16, 128, 1, 1)),
+        Target("sm80", "cuda", 32, 163 * KIB, *_SM80),
+        Target("sm86", "cuda", 32, 99 * KIB, *_SM89),
+        Target("sm89", "cuda", 32, 99 * KIB, *_SM89),
+        Target("sm90", "cuda", 32, 227 * KIB, *_SM90),
+        Target("gfx90a", "hip", 64, 64 * KIB, *_CDNA2),
+        Target("gfx942", "hip", 64, 64 * KIB, *_CDNA3),
+        Target("gfx950", "hip", 64, 160 * KIB, *_CDNA4),
+        Target("gfx1100", "hip", 32, 64 * KIB, *_RDNA3),
+        Target("interpreter", "interpreter", 1, 1 << 40, *_INTERPRETER),
     )
 }
 
