@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .quantized import quantize
+
 
 def write_kv(
     key: torch.Tensor,
@@ -39,10 +41,8 @@ def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The scale is largest |x| / 127; a row of zeros has scale 0.
     """
-    wide = x.float()
-    scale = wide.abs().amax(-1) / 127
-    inverse = torch.where(scale > 0, 1 / scale, 0)
-    return (wide * inverse[..., None]).round().clamp(-127, 127).to(torch.int8), scale
+    codes, scales = quantize(x, "int8")
+    return codes, scales[..., 0]
 
 
 def copy_blocks(data: torch.Tensor, pairs: list[tuple[int, int]]) -> None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .cache import cache_arguments
-from .formats import LOG2_E, QuantisedViews, decode, product, spread, tanh
+from .formats import LOG2_E, QuantizedViews, decode, product, spread, tanh
 from .targets import AttentionTiles
 
 
@@ -255,14 +255,14 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    quantised: QuantisedViews | None = None,
+    quantized: QuantizedViews | None = None,
 ) -> torch.Tensor:
     """See `kernels.reference.paged_attention`, whose arguments these are; nothing is read back to the host.
 
     Args:
         tiles: from `Target.attention`; its block_m holds at least the query heads of one KV head.
         splits: programs that share the KV of one query block, a power of two.
-        quantised: the scales of 8-bit caches.
+        quantized: the scales of 8-bit caches.
 
     Returns:
         [T, Hq, Dv] in query's dtype. Rows that no sequence owns hold anything.
@@ -273,7 +273,7 @@ def paged_attention(
     out = query.new_empty(tokens, num_heads, value_dim)
     if tokens == 0:
         return out
-    pointers, strides, constants = cache_arguments(key_cache, value_cache, quantised)
+    pointers, strides, constants = cache_arguments(key_cache, value_cache, quantized)
     if splits == 1:
         target, highest, sums = out, out, out
         out_strides = (out.stride(0), out.stride(1), 0)

@@ -1,4 +1,4 @@
-"""Writing to the paged KV cache, quantising on the way, and moving whole blocks."""
+"""Writing to the paged KV cache, quantizing on the way, and moving whole blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .formats import QuantisedViews, padded, quantise
+from .formats import QuantizedViews, padded, quantize
 
 WORDS = 2048  # 8-byte words that one program of a block move carries: 16 KiB
 
@@ -38,7 +38,7 @@ def store_heads(
     if QUANT_GROUP == 0:
         tl.store(at, x.to(cache.dtype.element_ty), mask=mask)
     else:
-        codes, scale = quantise(x, KIND, QUANT_GROUP)
+        codes, scale = quantize(x, KIND, QUANT_GROUP)
         tl.store(at, codes, mask=mask)
         groups = tl.arange(0, DIM_PAD // QUANT_GROUP)
         at_scale = scales + block * scale_stride_block + place * scale_stride_token
@@ -129,12 +129,12 @@ def move_kernel(
 
 
 def cache_arguments(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, quantised: QuantisedViews | None
+    key_cache: torch.Tensor, value_cache: torch.Tensor, quantized: QuantizedViews | None
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...], dict[str, object]]:
     """One layer's cache as kernels take it: pointers, strides in order, and what is fixed when they are compiled."""
     head_dim, value_dim = key_cache.shape[3], value_cache.shape[3]
     head_pad, value_pad = padded(head_dim), padded(value_dim)
-    scales = (key_cache, value_cache) if quantised is None else (quantised.key_scales, quantised.value_scales)
+    scales = (key_cache, value_cache) if quantized is None else (quantized.key_scales, quantized.value_scales)
     strides = tuple(n for x in (key_cache, value_cache, *scales) for n in x.stride()[:3])
     constants = {
         "HEAD_DIM": head_dim,
@@ -142,9 +142,9 @@ def cache_arguments(
         "VALUE_DIM": value_dim,
         "VALUE_PAD": value_pad,
         "BLOCK_SIZE": key_cache.shape[1],
-        "KIND": "float" if quantised is None else quantised.kind,
-        "KEY_QUANT_GROUP": 0 if quantised is None else min(quantised.group_size or head_pad, head_pad),
-        "VALUE_QUANT_GROUP": 0 if quantised is None else min(quantised.group_size or value_pad, value_pad),
+        "KIND": "float" if quantized is None else quantized.kind,
+        "KEY_QUANT_GROUP": 0 if quantized is None else min(quantized.group_size or head_pad, head_pad),
+        "VALUE_QUANT_GROUP": 0 if quantized is None else min(quantized.group_size or value_pad, value_pad),
     }
     return (key_cache, value_cache, *scales), strides, constants
 
@@ -155,16 +155,16 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
-    quantised: QuantisedViews | None = None,
+    quantized: QuantizedViews | None = None,
 ) -> None:
-    """See `kernels.reference.write_kv`; with `quantised` the caches hold codes and its scales are written too.
+    """See `kernels.reference.write_kv`; with `quantized` the caches hold codes and its scales are written too.
 
     A slot past the last block is not noticed: nothing is read back to the host.
     """
     tokens, num_heads = key.shape[:2]
     if tokens == 0:
         return
-    pointers, strides, constants = cache_arguments(key_cache, value_cache, quantised)
+    pointers, strides, constants = cache_arguments(key_cache, value_cache, quantized)
     heads = min(8, triton.next_power_of_2(num_heads))
     write_kernel[(tokens, triton.cdiv(num_heads, heads))](
         key,

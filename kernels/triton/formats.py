@@ -22,7 +22,7 @@ INTERPRETED = tl.constexpr(interpreted())
 
 
 @dataclass(frozen=True)
-class QuantisedViews:
+class QuantizedViews:
     """The scales of one layer's 8-bit keys and values.
 
     Attributes:
@@ -124,8 +124,8 @@ def decode(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def quantise(x, KIND: tl.constexpr, QUANT_GROUP: tl.constexpr):
-    """See `kernels.reference.quantise`: float32 x [rows, width] as codes [rows, width] and scales [rows, groups].
+def quantize(x, KIND: tl.constexpr, QUANT_GROUP: tl.constexpr):
+    """See `kernels.reference.quantize`: float32 x [rows, width] as codes [rows, width] and scales [rows, groups].
 
     `QUANT_GROUP` channels share a scale, and both it and the width are powers of two.
     """
@@ -133,8 +133,8 @@ def quantise(x, KIND: tl.constexpr, QUANT_GROUP: tl.constexpr):
     width: tl.constexpr = x.shape[1]
     grouped = tl.reshape(x, (rows, width // QUANT_GROUP, QUANT_GROUP))
     scales = tl.div_rn(tl.max(tl.abs(grouped), 2), tl.full((1,), largest_of(KIND), tl.float32)[None, :])
-    divisor = tl.where(scales > 0.0, scales, 1.0)
-    codes = encode(tl.div_rn(grouped, tl.broadcast_to(divisor[:, :, None], grouped.shape)), KIND)
+    inverse = tl.where(scales > 0.0, tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales), 0.0)
+    codes = encode(grouped * inverse[:, :, None], KIND)
     return tl.reshape(codes, (rows, width)), scales
 
 

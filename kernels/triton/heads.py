@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .cache import cache_arguments, store_heads
-from .formats import QuantisedViews, padded
+from .formats import QuantizedViews, padded
 from .rows import Parameters
 
 
@@ -198,9 +198,9 @@ def query_and_store(
     sin: torch.Tensor | None = None,
     interleaved: bool = False,
     norms: HeadNorms | None = None,
-    quantised: QuantisedViews | None = None,
+    quantized: QuantizedViews | None = None,
 ) -> torch.Tensor:
-    """See `kernels.reference.query_and_store`; with `quantised` the caches hold codes and its scales are written too.
+    """See `kernels.reference.query_and_store`; with `quantized` the caches hold codes and its scales are written too.
 
     Everything between loading qkv and storing is float32: keys are rounded once, to the cache's dtype.
     """
@@ -209,7 +209,7 @@ def query_and_store(
     query = qkv.new_empty(tokens, num_heads, head_dim)
     if tokens == 0:
         return query
-    pointers, strides, constants = cache_arguments(key_cache, value_cache, quantised)
+    pointers, strides, constants = cache_arguments(key_cache, value_cache, quantized)
     every = (norms.query, norms.key, norms.value)
     kinds, weights, biases, epsilons = zip(*(norm or ("none", None, None, 0.0) for norm in every), strict=True)
     largest = max(1, 2048 // padded(max(head_dim, value_cache.shape[3])))  # heads of a chunk: registers are few

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from . import attention, cache, formats, heads, rows
-from .formats import QuantisedViews
+from .formats import QuantizedViews
 from .targets import Target
 
 Launch = tuple[str, Callable[[], object]]
@@ -39,7 +39,7 @@ HEADS = ((32, 8, 128), (28, 4, 128), (4, 1, 256), (32, 32, 96), (9, 3, 64), (12,
 
 def _caches(
     kv_heads: int, size: int, dtype: torch.dtype, kind: str | None, group_size: int | None
-) -> tuple[torch.Tensor, torch.Tensor, QuantisedViews | None]:
+) -> tuple[torch.Tensor, torch.Tensor, QuantizedViews | None]:
     held = {None: dtype, "int8": torch.int8}.get(kind, torch.uint8)
     shape = (2, kv_heads, 16, size)
     keys, values = (torch.zeros(shape, dtype=held).transpose(1, 2) for _ in range(2))
@@ -47,7 +47,7 @@ def _caches(
         return keys, values, None
     groups = 1 if group_size is None else -(-size // group_size)
     scales = [torch.zeros(2, kv_heads, 16, groups).transpose(1, 2) for _ in range(2)]
-    return keys, values, QuantisedViews(kind, scales[0], scales[1], group_size)
+    return keys, values, QuantizedViews(kind, scales[0], scales[1], group_size)
 
 
 def _attention(
@@ -64,7 +64,7 @@ def _attention(
     tiles = target.attention(num_heads // kv_heads, padded, padded, dtype.itemsize, decode)
 
     def launch() -> object:
-        keys, values, quantised = _caches(kv_heads, size, dtype, kind, group_size)
+        keys, values, quantized = _caches(kv_heads, size, dtype, kind, group_size)
         places = (torch.zeros(2, 16).int(), torch.zeros(3).int(), torch.zeros(2).int())
         return attention.paged_attention(
             torch.zeros(32, num_heads, size, dtype=dtype),
@@ -74,7 +74,7 @@ def _attention(
             scale=0.1,
             tiles=tiles,
             splits=8 if decode else 1,
-            quantised=quantised,
+            quantized=quantized,
             **(features or {}),  # type: ignore[arg-type]
         )
 
@@ -89,7 +89,7 @@ def _heads(
     num_heads, kv_heads, size = shape
 
     def launch() -> object:
-        keys, values, quantised = _caches(kv_heads, size, dtype, kind, group_size)
+        keys, values, quantized = _caches(kv_heads, size, dtype, kind, group_size)
         norms = None
         if options.get("norms"):
             everything = max(num_heads, kv_heads) * size
@@ -98,7 +98,7 @@ def _heads(
         angles, slots = torch.zeros(3, size // 2), torch.zeros(3).long()
         return heads.query_and_store(
             torch.zeros(3, (num_heads + 2 * kv_heads) * size, dtype=dtype), num_heads, keys, values, slots,
-            cos=angles, sin=angles, interleaved=options.get("interleaved", False), norms=norms, quantised=quantised,
+            cos=angles, sin=angles, interleaved=options.get("interleaved", False), norms=norms, quantized=quantized,
         )  # fmt: skip
 
     words = ["x".join(map(str, shape)), str(dtype).removeprefix("torch."), kind or "plain", *options]
@@ -107,9 +107,9 @@ def _heads(
 
 def _write(shape: tuple[int, int, int], dtype: torch.dtype, kind: str | None, group_size: int | None = None) -> Launch:
     def launch() -> object:
-        keys, values, quantised = _caches(shape[1], shape[2], dtype, kind, group_size)
+        keys, values, quantized = _caches(shape[1], shape[2], dtype, kind, group_size)
         new = torch.zeros(3, shape[1], shape[2], dtype=dtype)
-        return cache.write_kv(new, new, keys, values, torch.zeros(3).long(), quantised)
+        return cache.write_kv(new, new, keys, values, torch.zeros(3).long(), quantized)
 
     return f"write {'x'.join(map(str, shape))} {dtype} {kind}", launch
 

@@ -30,7 +30,7 @@ class Cached:
     exact_values: torch.Tensor
     tables: torch.Tensor
     lengths: torch.Tensor
-    quantised: object = None
+    quantized: object = None
 
 
 def block_tables(lengths, block_size, spare=3, seed=7):
@@ -52,7 +52,7 @@ def make_cached():
     """make_cached(lengths, ...): random sequences, cached; everything that they do not own is NaN (or 8-bit junk)."""
 
     def make(lengths, *, kv_heads, size, value_size, block_size, dtype=torch.float32, kind=None, group_size=None):
-        from pagefleet.kernels.triton.formats import QuantisedViews
+        from pagefleet.kernels.triton.formats import QuantizedViews
 
         generator = torch.Generator().manual_seed(1)
         tables, slots, blocks = block_tables(lengths, block_size)
@@ -68,18 +68,18 @@ def make_cached():
                 cache[place] = new.to(dtype)
                 held[place] = cache[place].double()
             else:
-                codes, new_scales = reference.quantise(new, kind, group_size)
+                codes, new_scales = reference.quantize(new, kind, group_size)
                 stored = torch.int8 if kind == "int8" else torch.uint8
                 cache = torch.full(shape, 127, dtype=stored).transpose(1, 2)
                 cache[place] = codes.view(stored)
-                held[place] = reference.dequantise(codes, new_scales, group_size)
+                held[place] = reference.dequantize(codes, new_scales, group_size)
                 scale = torch.full((blocks, kv_heads, block_size, new_scales.shape[-1]), torch.nan).transpose(1, 2)
                 scale[place] = new_scales
                 scales.append(scale)
             caches.append(cache)
             exact.append(held)
-        quantised = QuantisedViews(kind, *scales, group_size) if kind else None
-        return Cached(*caches, *exact, tables, lengths_tensor, quantised)
+        quantized = QuantizedViews(kind, *scales, group_size) if kind else None
+        return Cached(*caches, *exact, tables, lengths_tensor, quantized)
 
     return make
 

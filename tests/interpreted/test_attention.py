@@ -10,7 +10,7 @@ import torch
 
 from pagefleet.kernels import reference
 from pagefleet.kernels.triton.attention import paged_attention
-from pagefleet.kernels.triton.formats import QuantisedViews
+from pagefleet.kernels.triton.formats import QuantizedViews
 from pagefleet.kernels.triton.targets import target_of
 
 LENGTHS = [40, 1, 17, 0, 15, 9]
@@ -30,7 +30,7 @@ def compare(
     places = (cached.tables, starts_of(counts), cached.lengths)
     got = paged_attention(
         query, cached.keys, cached.values, *places, scale=size**-0.5, tiles=tiles, splits=splits,
-        quantised=cached.quantised, **options,
+        quantized=cached.quantized, **options,
     )  # fmt: skip
     exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     expected = reference.paged_attention(
@@ -78,7 +78,7 @@ def test_small_dtypes_stay_within_their_rounding(make_cached, starts_of, held, d
 @pytest.mark.parametrize("kind", ["int8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("group_size", [None, 16])
 @pytest.mark.parametrize(("size", "value_size"), [(24, 40), (64, 64)])
-def test_quantised_blocks_are_read_as_what_they_hold(make_cached, starts_of, kind, group_size, size, value_size):
+def test_quantized_blocks_are_read_as_what_they_hold(make_cached, starts_of, kind, group_size, size, value_size):
     cached = make_cached(
         LENGTHS, kv_heads=2, size=size, value_size=value_size, block_size=5, kind=kind, group_size=group_size
     )
@@ -122,10 +122,10 @@ def test_offsets_beyond_two_gib_reach_the_last_block(starts_of):
     query, places = torch.randn(1, 2, size), (torch.tensor([[last]]).int(), starts_of([1]), torch.tensor([3]).int())
     got = paged_attention(
         query, cache, cache, *places, scale=0.125, tiles=target_of("interpreter").decode,
-        quantised=QuantisedViews("int8", scales, scales),
+        quantized=QuantizedViews("int8", scales, scales),
     )  # fmt: skip
     exact = torch.zeros(2, block_size, heads, size, dtype=torch.float64)
-    exact[1, :3] = reference.dequantise(cache[last, :3], scales[last, :3])
+    exact[1, :3] = reference.dequantize(cache[last, :3], scales[last, :3])
     expected = reference.paged_attention(query.double(), exact, exact, torch.ones(1, 1).int(), *places[1:], scale=0.125)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 

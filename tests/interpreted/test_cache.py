@@ -1,4 +1,4 @@
-"""KV writes, with and without quantising, and block moves: equal to the specification, and nothing else is touched."""
+"""KV writes, with and without quantizing, and block moves: equal to the specification, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from pagefleet.kernels import reference
 from pagefleet.kernels.triton.cache import copy_blocks, move_blocks, write_kv
-from pagefleet.kernels.triton.formats import QuantisedViews
+from pagefleet.kernels.triton.formats import QuantizedViews
 
 SLOTS = torch.tensor([5, -1, 14, 4, 0, 20])
 
@@ -32,7 +32,7 @@ def test_new_tokens_fill_their_slots_and_nothing_else(dtype, kv_heads, size, val
 @pytest.mark.parametrize("kind", ["int8", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("group_size", [None, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantising_writes_the_specifications_codes_and_scales_to_the_bit(kind, group_size, dtype):
+def test_quantizing_writes_the_specifications_codes_and_scales_to_the_bit(kind, group_size, dtype):
     kv_heads, size, value_size, block_size = 3, 20, 32, 4
     spread = torch.logspace(-6, 6, kv_heads)[None, :, None]
     key, value = (torch.randn(6, kv_heads, n).mul(spread).to(dtype) for n in (size, value_size))
@@ -41,9 +41,9 @@ def test_quantising_writes_the_specifications_codes_and_scales_to_the_bit(kind, 
     got = caches(kv_heads, size, value_size, block_size, stored, 99)
     groups = [-(-n // (group_size or n)) for n in (size, value_size)]
     scales = [torch.full((8, block_size, kv_heads, n), -7.0) for n in groups]
-    write_kv(key, value, *got, SLOTS, QuantisedViews(kind, *scales, group_size))
+    write_kv(key, value, *got, SLOTS, QuantizedViews(kind, *scales, group_size))
     for x, cache, scale in zip((key, value), got, scales, strict=True):
-        codes, expected_scales = reference.quantise(x, kind, group_size)
+        codes, expected_scales = reference.quantize(x, kind, group_size)
         expected, expected_held = torch.full_like(cache, 99), torch.full_like(scale, -7.0)
         kept = SLOTS >= 0
         place = (SLOTS[kept] // block_size, SLOTS[kept] % block_size)
@@ -55,7 +55,7 @@ def test_quantising_writes_the_specifications_codes_and_scales_to_the_bit(kind, 
 def test_every_8_bit_float_is_reached_and_rounds_to_even():
     """A ramp through all codes and the points halfway between them, against torch's own conversion."""
     for kind, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
-        largest = reference.quantised.LARGEST[kind]
+        largest = reference.quantized.LARGEST[kind]
         codes = torch.arange(128, dtype=torch.uint8).view(dtype).float()
         codes = codes[codes <= largest].unique()
         between = (codes[1:] + codes[:-1]) / 2
@@ -64,7 +64,7 @@ def test_every_8_bit_float_is_reached_and_rounds_to_even():
         x[:, 1, 1:] *= -1
         got = [torch.zeros(1, 1, 2, x.shape[-1], dtype=torch.uint8) for _ in range(2)]
         scales = torch.zeros(1, 1, 2, 1)
-        write_kv(x, x, *got, torch.zeros(1, dtype=torch.int64), QuantisedViews(kind, scales, scales.clone()))
+        write_kv(x, x, *got, torch.zeros(1, dtype=torch.int64), QuantizedViews(kind, scales, scales.clone()))
         assert torch.equal(got[0][0], x.to(dtype).view(torch.uint8))
 
 

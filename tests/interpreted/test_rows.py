@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagefleet.kernels import reference
-from pagefleet.kernels.triton.formats import QuantisedViews
+from pagefleet.kernels.triton.formats import QuantizedViews
 from pagefleet.kernels.triton.heads import HeadNorms, query_and_store
 from pagefleet.kernels.triton.rows import ACTIVATIONS, activation, add_norm
 
@@ -104,24 +104,24 @@ def test_heads_are_normalised_rotated_and_stored(case, heads, kv_heads, size, va
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8_e4m3"])
-def test_heads_are_quantised_as_they_are_stored(kind):
+def test_heads_are_quantized_as_they_are_stored(kind):
     heads, kv_heads, size, slots = 4, 2, 32, torch.tensor([3, -1, 9, 8])
     qkv, angles = torch.randn(4, (heads + 2 * kv_heads) * size), torch.randn(4, size // 2)
     stored = torch.int8 if kind == "int8" else torch.uint8
     codes = [torch.full((3, 4, kv_heads, size), 99, dtype=stored) for _ in range(2)]
     scales = [torch.full((3, 4, kv_heads, 2), -7.0) for _ in range(2)]
-    views = QuantisedViews(kind, *scales, 16)
-    query_and_store(qkv, heads, *codes, slots, cos=angles.cos(), sin=angles.sin(), quantised=views)
+    views = QuantizedViews(kind, *scales, 16)
+    query_and_store(qkv, heads, *codes, slots, cos=angles.cos(), sin=angles.sin(), quantized=views)
     exact = [torch.zeros(3, 4, kv_heads, size) for _ in range(2)]
     reference.query_and_store(qkv, heads, *exact, slots, cos=angles.cos(), sin=angles.sin())
     for x, code, scale in zip(exact, codes, scales, strict=True):
         place = (slots[slots >= 0] // 4, slots[slots >= 0] % 4)
-        expected, expected_scales = reference.quantise(x[place], kind, 16)
+        expected, expected_scales = reference.quantize(x[place], kind, 16)
         torch.testing.assert_close(scale[place], expected_scales, rtol=1e-5, atol=0)
         as_held = code[place].view(expected.dtype)
-        held = reference.dequantise(as_held, scale[place], 16)
+        held = reference.dequantize(as_held, scale[place], 16)
         step = expected_scales.double().repeat_interleave(16, -1) * (1.01 if kind == "int8" else 32.1)
-        assert ((held - reference.dequantise(expected, expected_scales, 16)).abs() <= step).all()  # one code at most
+        assert ((held - reference.dequantize(expected, expected_scales, 16)).abs() <= step).all()  # one code at most
         assert (as_held.float() == expected.float()).float().mean() > 0.99
         untouched = torch.ones(3, 4, dtype=torch.bool)
         untouched[place] = False

@@ -12,7 +12,7 @@ LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 CODES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-def quantise(x: torch.Tensor, kind: str, group_size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, kind: str, group_size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of x [..., D].
 
     Args:
@@ -27,19 +27,19 @@ def quantise(x: torch.Tensor, kind: str, group_size: int | None = None) -> tuple
         ValueError: an unknown kind.
     """
     if kind not in LARGEST:
-        raise ValueError(f"quantise: kind is '{kind}'; expected one of {', '.join(LARGEST)}")
+        raise ValueError(f"quantize: kind is '{kind}'; expected one of {', '.join(LARGEST)}")
     size = x.shape[-1]
     group_size = min(group_size or size, size)
     wide = x.float()
     grouped = torch.nn.functional.pad(wide, (0, -size % group_size)).unflatten(-1, (-1, group_size))
     scales = grouped.abs().amax(-1) / LARGEST[kind]
-    scaled = wide / torch.where(scales > 0, scales, 1.0).repeat_interleave(group_size, -1)[..., :size]
-    scaled = scaled.clamp(-LARGEST[kind], LARGEST[kind])
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    scaled = (wide * inverse.repeat_interleave(group_size, -1)[..., :size]).clamp(-LARGEST[kind], LARGEST[kind])
     codes = torch.round(scaled) if kind == "int8" else scaled
     return codes.to(CODES[kind]), scales
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, group_size: int | None = None) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, group_size: int | None = None) -> torch.Tensor:
     """float64 values of codes [..., D] with scales [..., groups]: what attention reads."""
     size = codes.shape[-1]
     group_size = min(group_size or size, size)
