@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from . import attention, cache, formats, heads, rows
+from . import attention, cache, formats, heads, rows, sampling
 from .formats import QuantizedViews
 from .targets import Target
 
@@ -32,6 +32,9 @@ KERNELS = {
     "heads_kernel",
     "add_norm_kernel",
     "activation_kernel",
+    "largest_kernel",
+    "draw_kernel",
+    "score_kernel",
 }
 # query heads, KV heads, head size, as in Llama 3 8B, Qwen 2.5 7B, Gemma 3 1B, Phi 3, SmolLM2, GPT-2
 HEADS = ((32, 8, 128), (28, 4, 128), (4, 1, 256), (32, 32, 96), (9, 3, 64), (12, 12, 64))
@@ -133,6 +136,13 @@ def _small(dtype: torch.dtype) -> Iterator[Launch]:
     yield "scatter", lambda: cache.move_blocks(blocks, blocks, destinations=ids)
 
 
+def _sampling(dtype: torch.dtype) -> Iterator[Launch]:
+    logits, ids, numbers = torch.zeros(2, 128256, dtype=dtype), torch.zeros(2).long(), torch.zeros(2)
+    yield f"largest {dtype}", lambda: sampling.largest(logits)
+    yield f"draw {dtype}", lambda: sampling.draw(logits, ids, numbers, ids, numbers, ids, numbers, numbers)
+    yield f"score {dtype}", lambda: sampling.score(logits, ids, ids)
+
+
 def covering(target: Target) -> Iterator[Launch]:
     """A few launches in which everything occurs; a minute for all targets together on one core."""
     llama, smol, bf16 = HEADS[0], HEADS[4], torch.bfloat16
@@ -148,6 +158,7 @@ def covering(target: Target) -> Iterator[Launch]:
     yield list(_rows(4096, bf16, "rms"))[2]
     yield list(_rows(576, torch.float32, "layer"))[1]
     yield from list(_small(bf16))[2::6]
+    yield from _sampling(bf16)
 
 
 def every(target: Target) -> Iterator[Launch]:
@@ -172,3 +183,4 @@ def every(target: Target) -> Iterator[Launch]:
         yield from _rows(width, dtype, kind)
     for dtype in dtypes:
         yield from _small(dtype)
+        yield from _sampling(dtype)
