@@ -11,7 +11,9 @@ import torch
 from pagefleet.kernels.cpu import FLOAT_TYPES, NativeKernels
 
 from ..base import Backend
-from ..ops import ACTIVATIONS, Norm
+from ..ops import ACTIVATIONS, Linear, Norm
+from ..schemes import Scheme
+from .native_linear import NativeLinear, can_multiply
 from .native_selection import NativeSelection
 from .ops import CpuOps
 
@@ -26,15 +28,22 @@ class NativeOps(CpuOps):
     """
 
     def __init__(self, backend: Backend, native: NativeKernels, exact: bool = False) -> None:
+        self._native = native
         super().__init__(backend, exact)
         self._selection = NativeSelection(native)
-        self.kernels = {"norm": "C++", "activation": "C++", "query_and_store": "torch", "sampling": "C++"}
+        self.kernels |= {"norm": "C++", "activation": "C++", "sampling": "C++"}
         self._native_norm, self._native_add_norm = native.norm, native.add_norm
         self._native_activation, self._native_gated = native.activation, native.gated_activation
 
     def selection(self) -> NativeSelection:
         """See `Ops.selection`."""
         return self._selection
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: Scheme | None) -> Linear:
+        if not can_multiply(weight, scheme):
+            return super()._linear(weight, bias, scheme)
+        values = weight if scheme is None else scheme.quantized(weight)
+        return NativeLinear(self._native, values, bias, weight.dtype, scheme)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `Ops.norm`."""
