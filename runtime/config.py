@@ -257,6 +257,11 @@ class SpeculationConfig:
         check_int("speculation.break_even_rows", self.break_even_rows, low=1, high=65_536)
         check_real("speculation.first_chance", self.first_chance, 0.0, 1.0)
 
+    @property
+    def most_rows(self) -> int:
+        """Most drafted tokens of a step: beyond, even right guesses gain next to nothing, and logits need memory."""
+        return 0 if self.name == "none" else 2 * self.break_even_rows
+
 
 @dataclass
 class JobConfig:

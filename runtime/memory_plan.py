@@ -167,9 +167,9 @@ def activation_bytes(shape: ModelShape, tokens: int, element_bytes: int) -> int:
     return tokens * (2 * shape.hidden_size + max(attention, 3 * shape.intermediate_size)) * element_bytes
 
 
-def logits_bytes(shape: ModelShape, sequences: int) -> int:
-    """fp32 logits of one row a sequence, and a working copy for the sampler."""
-    return 2 * sequences * shape.vocab_size * 4
+def logits_bytes(shape: ModelShape, rows: int) -> int:
+    """fp32 logits of so many rows, and a working copy for the sampler."""
+    return 2 * rows * shape.vocab_size * 4
 
 
 @dataclass(frozen=True)
@@ -238,6 +238,7 @@ def plan_memory(
     max_batched_tokens: int = 2048,
     memory_fraction: float = 0.8,
     kv_memory_bytes: int | None = None,
+    drafted_rows: int = 0,
     loaded: bool = False,
 ) -> MemoryPlan:
     """Plan the memory of one engine.
@@ -247,13 +248,14 @@ def plan_memory(
         limit_bytes: memory there is: the total this process may use, or what is free once the weights are `loaded`.
         kv_dtype: "auto" is `compute_dtype`.
         kv_memory_bytes: bytes for KV as the user fixed them; None: `memory_fraction` of what is left.
+        drafted_rows: rows of logits that speculation adds to a step.
     """
     element = ELEMENT_BYTES[compute_dtype]
     kv_dtype = compute_dtype if kv_dtype == "auto" else kv_dtype
     max_len = min(max_len or shape.max_len, shape.max_len)
     rows = min(max_sequences, max_batched_tokens)
     activations = activation_bytes(shape, max_batched_tokens, element)
-    logits = logits_bytes(shape, rows)
+    logits = logits_bytes(shape, rows + drafted_rows)
     left = limit_bytes - (0 if loaded else weight_bytes) - activations - logits
     budget = kv_memory_bytes if kv_memory_bytes is not None else int(left * memory_fraction) if left > 0 else left
     if kv_memory_bytes is not None and kv_memory_bytes > left:

@@ -52,6 +52,7 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
         max_len=config.model.max_len,
         max_sequences=config.scheduler.max_sequences,
         max_batched_tokens=config.scheduler.max_batched_tokens,
+        drafted_rows=config.speculation.most_rows,
         memory_fraction=config.cache.memory_fraction,
         kv_memory_bytes=config.cache.memory_bytes,
     )
@@ -108,7 +109,7 @@ def _print_table(plan: MemoryPlan, facts: dict[str, Any]) -> None:
     )
     table.add_row("weights", format_size(plan.weights), "from the checkpoint's headers")
     table.add_row("activations", format_size(plan.activations), f"a step of {plan.max_batched_tokens} tokens")
-    table.add_row("logits", format_size(plan.logits), f"{plan.max_sequences} rows, fp32, with a working copy")
+    table.add_row("logits", format_size(plan.logits), "of a step's last and drafted tokens, fp32, with a working copy")
     table.add_row("KV budget", format_size(plan.kv_budget), "what is left, or as cache.memory says")
     for group in facts["kv_groups"]:
         kind = f"window {group['window']}" if group["window"] else "full attention"

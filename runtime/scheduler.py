@@ -283,7 +283,7 @@ class Scheduler:
         """Add drafts to sequences that compute one token, the newest of their output."""
         if self.speculator is None:
             return
-        left = min(self.config.max_batched_tokens - plan.num_tokens, self.speculator.most_rows)
+        left = min(self.config.max_batched_tokens - plan.num_tokens, self.speculator.config.most_rows)
         for index, entry in enumerate(plan.scheduled):
             sequence = entry.sequence
             if entry.num_new > 1 or not entry.samples or sequence.num_output == 0:

@@ -18,6 +18,7 @@ from typing import Any
 
 from pagefleet.runtime import LLM, SamplingParams
 from pagefleet.runtime.compose import home_folder
+from pagefleet.runtime.config import SpeculationConfig
 
 PROMPTS = Path(__file__).parent / "data" / "speculation_prompts.json"
 Clock = Callable[[], float]
@@ -41,9 +42,8 @@ WORKLOADS = (
 class Refused:
     """In place of a Speculator: drafts of a fixed length that are never right."""
 
-    most_rows = max(DRAFTED_ROWS)
-
     def __init__(self, count: int, token_id: int) -> None:
+        self.config = SpeculationConfig("ngram", break_even_rows=max(DRAFTED_ROWS))
         self._draft = (token_id,) * count
 
     def draft(self, sequence: Any, room: int, num_running: int) -> tuple[int, ...]:
@@ -142,18 +142,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{facts['backend']} {facts['isa']} {facts['dtype']}; milliseconds of a step by refused drafted tokens:")
         print("  " + "  ".join(f"{count}: {value * 1e3:.1f}" for count, value in seconds.items()))
         print(f"  a line through them gives break_even_rows = {break_even_rows(seconds):.0f}\n")
-        print(
-            f"{'workload':30} {'off tok/s':>9} {'on tok/s':>9} {'ratio':>6} {'steps':>6} {'drafted':>8} {'accepted':>9}"
-        )
+        print(f"{'workload':30} {'off/s':>7} {'on/s':>7} {'ratio':>6} {'steps':>6} {'drafted':>8} {'accepted':>9}")
         rows = []
         for workload in (w for w in WORKLOADS if asked.only in w[0]):
             rows.append(row := compare(llm, workload, asked.tokens, asked.rounds, clock))
             accepted = "-" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}"
-            print(
-                f"{row['workload']:30} {row['off_tokens_per_s']:9.1f} {row['on_tokens_per_s']:9.1f} {row['ratio']:5.2f}x "
-                f"{row['steps_ratio']:6.2f} {row['drafted_per_token']:8.2f} {accepted:>9}",
-                flush=True,
-            )
+            rates = f"{row['off_tokens_per_s']:7.1f} {row['on_tokens_per_s']:7.1f} {row['ratio']:5.2f}x"
+            counts = f"{row['steps_ratio']:6.2f} {row['drafted_per_token']:8.2f} {accepted:>9}"
+            print(f"{row['workload']:30} {rates} {counts}", flush=True)
     if asked.json:
         figures = {**facts, "step_seconds": seconds, "break_even_rows": break_even_rows(seconds), "workloads": rows}
         Path(asked.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

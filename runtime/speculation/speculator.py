@@ -72,11 +72,6 @@ class Speculator:
         self.config = config
         self._eos = eos_token_ids
 
-    @property
-    def most_rows(self) -> int:
-        """Most drafted tokens of a step: beyond, even right guesses gain next to nothing, and logits need memory."""
-        return 2 * self.config.break_even_rows
-
     def price(self, num_running: int) -> float:
         """The chance below which a drafted token is not worth its row when `num_running` sequences run."""
         return MARGIN * num_running / (self.config.break_even_rows + num_running)
@@ -88,7 +83,7 @@ class Speculator:
             return ()
         guesser = sequence.guesser = sequence.guesser or Guesser(self.config)
         guesser.learn(sequence.token_ids)
-        most = min(room, self.config.num_tokens, max(1, self.most_rows // num_running))
+        most = min(room, self.config.num_tokens, max(1, self.config.most_rows // num_running))
         count, chance = 0, guesser.chance
         while count < most and chance ** (count + 1) > price:
             count += 1

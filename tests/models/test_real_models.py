@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +59,19 @@ def test_greedy_ids_equal_transformers_generate_beyond_the_window_too(name: str,
         for prompt, got in zip(prompts, ours, strict=True):
             out = module.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
             assert out[0, len(prompt) :].tolist() == got
+
+
+def test_a_model_that_repeats_its_prompt_takes_few_steps_with_speculation_and_says_the_same() -> None:
+    text = TEXT[:90] + TEXT[-200:-45]
+    options: dict[str, Any] = {"dtype": "fp32", "max_model_len": 512, "num_kv_blocks": 64, "speculation": "ngram"}
+    with LLM(str(cache_home() / "models" / "smollm2-135m-instruct"), backend="cpu", **options) as llm:
+        params = SamplingParams(max_tokens=48, temperature=0.0)
+        asked = [{"role": "user", "content": f"Repeat the following text word for word:\n{text}"}]
+        (guessed,) = llm.chat(asked, params)
+        taken, rate = llm.metrics()["steps"], llm.metrics()["acceptance_rate"]
+        llm.engine.scheduler.speculator = None
+        (plain,) = llm.chat(asked, params)
+        assert guessed.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert llm.metrics()["steps"] - taken > 2 * taken
+        assert rate > 0.5
+    gc.collect()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagefleet.runtime.compose import leaf_types
 from pagefleet.runtime.config import SpeculationConfig
 from pagefleet.runtime.request import Request, Sequence
 from pagefleet.runtime.sampling.grammar import GrammarFactory
@@ -140,6 +143,17 @@ def test_the_more_sequences_run_the_surer_a_guess_must_be_and_from_four_times_th
     assert 0 < lengths[2] < lengths[1]
     assert lengths[-2:] == [0, 0]
     assert [speculator.price(n) for n in (1, 16, 64)] == pytest.approx([1.25 / 17, 0.625, 1.0])
+
+
+def test_readme_names_the_rule_that_runs() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (paragraph,) = (p for p in readme.split("\n\n") if p.startswith("`speculation=ngram`"))
+    assert "four times `speculation.break_even_rows`" in " ".join(paragraph.split())
+    keys = re.findall(r"`((?:speculation|precision)\.\w+)", paragraph)
+    assert len(keys) == 2
+    assert set(keys) <= set(leaf_types())
+    rows = NGRAM.break_even_rows
+    assert Speculator(NGRAM, frozenset()).price(4 * rows) >= 1.0 > Speculator(NGRAM, frozenset()).price(4 * rows - 1)
 
 
 def test_chance_counts_each_guess_up_to_its_first_wrong_token_and_only_what_has_come() -> None:
