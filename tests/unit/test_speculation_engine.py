@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import random
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,3 +198,40 @@ def test_a_step_without_memory_for_its_drafts_gives_up_speculation_and_nothing_e
     assert answers(llm.generate([PERIODIC], params)) == expected
     assert llm.engine.scheduler.config == limits
     assert caplog.text.count("giving up: speculation") == 1
+
+
+# -- the tool that measures it ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    path = Path(__file__).parents[2] / "tools" / "bench_speculation.py"
+    spec = importlib.util.spec_from_file_location("pagefleet_tool_bench_speculation", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_break_even_rows_are_those_of_the_line_through_the_steps(tool: Any) -> None:
+    assert tool.break_even_rows({rows: 0.030 + 0.002 * (1 + rows) for rows in (0, 1, 4, 16)}) == pytest.approx(15)
+    assert tool.break_even_rows({0: 0.03, 8: 0.03}) == float("inf")
+
+
+def test_the_tool_compares_the_same_work_and_counts_what_was_refused(
+    tool: Any, llama: str, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tool, "PROMPTS", tmp_path / "prompts.json")
+    tool.PROMPTS.write_text(json.dumps({"copying": ["ab ab ab ab"], "free": ["Hey"]}))
+    llm = make(llama, speculation="ngram")
+    speculator = llm.engine.scheduler.speculator
+    assert set(tool.step_seconds(llm, "Hey", rounds=1, clock=time.perf_counter, steps=2)) == set(tool.DRAFTED_ROWS)
+    refused = llm.metrics()
+    assert refused["drafted_tokens"] == 2 * sum(tool.DRAFTED_ROWS)
+    assert refused["accepted_tokens"] == 0
+    row = tool.compare(llm, ("copying", "copying", 2, 0.0), new=40, rounds=1, clock=time.perf_counter)
+    assert row["same_tokens"] == 1.0
+    assert row["steps_ratio"] < 1.0
+    assert row["drafted_per_token"] > 0
+    assert llm.engine.scheduler.speculator is speculator
