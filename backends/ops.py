@@ -16,7 +16,13 @@ import torch
 
 from .selection import Selection
 
+NO_NORM = (2, 0, 0, 0, 0.0)  # `Norm.arguments` of no norm
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
+
+
+def _check_plain(tensor: torch.Tensor, what: str) -> None:
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        raise ValueError(f"{what} must be contiguous float32, not {tensor.dtype} with strides {tensor.stride()}")
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,17 @@ class Norm:
     eps: float
 
     @cached_property
-    def arguments(self) -> tuple[int, int, int, float]:
-        """What a compiled kernel is called with: the kind's number, the addresses of weight and bias (or 0), eps."""
-        for name, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is not None and not (tensor.dtype == torch.float32 and tensor.is_contiguous()):
-                raise ValueError(f"norm: its {name} must be contiguous float32, not {tensor.dtype} {tensor.stride()}")
-        weight, bias = (0 if tensor is None else tensor.data_ptr() for tensor in (self.weight, self.bias))
-        return {"rms": 0, "layer": 1}[self.kind], weight, bias, self.eps
+    def arguments(self) -> tuple[int, int, int, int, float]:
+        """What a compiled kernel is called with: kind, the addresses of weight and bias (or 0), their size, eps."""
+        given = {"weight": self.weight, "bias": self.bias}
+        for name, tensor in given.items():
+            if tensor is not None:
+                _check_plain(tensor, f"norm: its {name}")
+        sizes = {tensor.numel() for tensor in given.values() if tensor is not None}
+        if len(sizes) > 1:
+            raise ValueError(f"norm: weight and bias differ in size: {sorted(sizes)}")
+        weight, bias = (0 if tensor is None else tensor.data_ptr() for tensor in given.values())
+        return {"rms": 0, "layer": 1}[self.kind], weight, bias, max(sizes, default=0), self.eps
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,13 @@ class Rotary:
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool = False
+
+    @cached_property
+    def arguments(self) -> tuple[int, int, int, int, bool]:
+        """What a compiled kernel is called with: rows, addresses of cos and sin, pairs, interleaved."""
+        for name, tensor in (("cos", self.cos), ("sin", self.sin)):
+            _check_plain(tensor, f"rotary: its {name}")
+        return *self.cos.shape[:1], self.cos.data_ptr(), self.sin.data_ptr(), self.cos.shape[1], self.interleaved
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,13 @@ class Heads:
     value_norm: Norm | None = None
     norm_all_heads: bool = False
     norm_after_rotary: bool = False
+
+    @cached_property
+    def arguments(self) -> tuple[int | float, ...]:
+        """What a compiled kernel is called with: the four sizes, three norms, the two flags."""
+        norms = [NO_NORM if x is None else x.arguments for x in (self.query_norm, self.key_norm, self.value_norm)]
+        sizes = self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
+        return *sizes, *norms[0], *norms[1], *norms[2], self.norm_all_heads, self.norm_after_rotary
 
 
 class Linear(Protocol):

@@ -38,13 +38,13 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
     hf_config = read_model_config(path, config.model.trust_remote_code)
     shape = shape_from_config(hf_config)
     backend, config = create_backend(config)
-    capabilities, memory, dtype = backend.capabilities(), backend.memory(), config.precision.compute
+    capabilities, memory, dtype = backend.capabilities(), backend.memory(), config.precision.name
     fixed = config.plan.memory
     limit = parse_size(fixed, "plan.memory") if fixed else memory.free
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
     plan = plan_memory(
         shape,
-        weight_bytes=weight_bytes(tensor_infos(path), ELEMENT_BYTES[dtype], tied, config.precision),
+        weight_bytes=weight_bytes(tensor_infos(path), ELEMENT_BYTES[dtype], tied),
         limit_bytes=limit,
         compute_dtype=dtype,
         kv_dtype=config.cache.dtype,
@@ -60,8 +60,7 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
         "model": config.model.path,
         "backend": capabilities.name,
         "isa": capabilities.isa,
-        "precision": config.precision.name,
-        "scheme": config.precision.scheme,
+        "precision": dtype,
         "kv_dtype": config.cache.dtype,
         "memory_total_bytes": memory.total,
         "memory_free_bytes": memory.free,

@@ -24,7 +24,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [L, V] of hidden states [L, H]."""
+        """Logits [L, V] of hidden states [L, H], in whatever float dtype they come: no wider one makes them better."""
         ...
 
 
@@ -45,7 +45,7 @@ class Runner:
             return self.model.forward(batch.token_ids, batch.positions, plan)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [L, V] of chosen rows int64 [L] of `hidden`."""
+        """Logits [L, V] of chosen rows int64 [L] of `hidden`."""
         with torch.inference_mode():
             return self.model.logits(hidden[rows])
 

@@ -11,14 +11,12 @@ import torch
 from pagefleet.kernels.cpu import FLOAT_TYPES, NativeKernels
 
 from ..base import Backend
-from ..ops import ACTIVATIONS, Linear, Norm
-from ..schemes import Scheme
-from .native_linear import NativeLinear, can_multiply
+from ..ops import ACTIVATIONS, NO_NORM, Norm
+from . import host
 from .native_selection import NativeSelection
 from .ops import CpuOps
 
 _ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
-_NO_NORM = (2, 0, 0, 0.0)
 
 
 class NativeOps(CpuOps):
@@ -28,22 +26,16 @@ class NativeOps(CpuOps):
     """
 
     def __init__(self, backend: Backend, native: NativeKernels, exact: bool = False) -> None:
-        self._native = native
         super().__init__(backend, exact)
         self._selection = NativeSelection(native)
-        self.kernels |= {"norm": "C++", "activation": "C++", "sampling": "C++"}
+        name = "C++ avx2" if host.isa() == "avx2" else "C++ avx512"  # higher levels add nothing to these
+        self.kernels = dict.fromkeys(("norm", "activation", "sampling"), name) | {"query_and_store": "torch"}
         self._native_norm, self._native_add_norm = native.norm, native.add_norm
         self._native_activation, self._native_gated = native.activation, native.gated_activation
 
     def selection(self) -> NativeSelection:
         """See `Ops.selection`."""
         return self._selection
-
-    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: Scheme | None) -> Linear:
-        if not can_multiply(weight, scheme):
-            return super()._linear(weight, bias, scheme)
-        values = weight if scheme is None else scheme.quantized(weight)
-        return NativeLinear(self._native, values, bias, weight.dtype, scheme)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `Ops.norm`."""
@@ -69,7 +61,7 @@ class NativeOps(CpuOps):
         out = residual if norm is None else torch.empty_like(x)
         self._native_add_norm(
             number, rows, n, x.data_ptr(), stride, residual.data_ptr(), residual_stride, out.data_ptr(), out.stride(0),
-            *(_NO_NORM if norm is None else norm.arguments), *(_NO_NORM if post is None else post.arguments), scale,
+            *(NO_NORM if norm is None else norm.arguments), *(NO_NORM if post is None else post.arguments), scale,
         )  # fmt: skip
         return out, residual
 

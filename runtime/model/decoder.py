@@ -21,7 +21,6 @@ from pagefleet.backends.base import AttentionArgs, Backend, KVGroup
 from pagefleet.backends.ops import Heads, Linear, Norm, Ops, Rotary
 
 from .layout import AttentionLayout
-from .quantize import UNQUANTIZED, Quantization
 
 
 class Mixer(Protocol):
@@ -178,7 +177,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Head:
-    """softcap * tanh(scale * linear(x) / softcap), in float32."""
+    """softcap * tanh(scale * linear(x) / softcap), in float32 unless that is linear(x) alone."""
 
     linear: Linear
     scale: float = 1.0
@@ -186,9 +185,10 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[L, H] -> [L, V]."""
-        logits = self.linear(hidden).float()
-        if self.scale != 1.0:
-            logits = logits * self.scale
+        logits = self.linear(hidden)
+        if self.scale == 1.0 and self.softcap is None:
+            return logits
+        logits = logits.float() * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -211,10 +211,8 @@ class Decoder:
         max_len: int,
         dtype: str,
         eos_token_ids: frozenset[int],
-        quantization: Quantization = UNQUANTIZED,
     ) -> None:
         self.backend, self.config, self.max_len, self.dtype = backend, config, max_len, dtype
-        self.quantization = quantization
         self.device = backend.capabilities().device
         self.eos_token_ids = eos_token_ids
         self.windows = layout.windows
@@ -239,7 +237,7 @@ class Decoder:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [L, V] of hidden states [L, H]."""
+        """Logits [L, V] of hidden states [L, H], in the dtype that the head gives."""
         return self._head(hidden)
 
     @contextmanager

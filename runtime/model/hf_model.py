@@ -16,11 +16,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from pagefleet.backends.base import AttentionArgs, Backend, KVGroup
 from pagefleet.runtime.errors import ModelError
 
-from .attention import PAGED, attending, set_attention
+from .attention import attending
 from .layers import decoder_layers, observing
 from .layout import AttentionLayout
 from .probe import AttentionCall, record_attention
-from .quantize import UNQUANTIZED, Quantization, scheme_of_modules
 from .self_test import Expected, SelfTest, run_eager, run_self_test, test_sequences
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,14 +40,13 @@ class HFModel:
         windows: the window of every attention layer, in order; None for full attention.
     """
 
-    def __init__(self, module: Any, backend: Backend, max_len: int, quantization: Quantization = UNQUANTIZED) -> None:
+    def __init__(self, module: Any, backend: Backend, max_len: int) -> None:
         """Use `open_checkpoint` or `open_module`; this takes a module that they have checked.
 
         Raises:
             ModelError: the model cannot run on a paged cache; the message says why.
         """
         self.module, self.backend, self.max_len = module, backend, max_len
-        self.quantization = quantization
         self.execution = "as is"
         self.config = module.config
         self.device = backend.capabilities().device
@@ -70,12 +68,7 @@ class HFModel:
         Raises:
             ModelError: the self-test failed.
         """
-        set_attention(self.module, PAGED)
-        if self.quantization.scheme is None:
-            self.backend.prepare_model(self.module)
-        else:
-            scheme_of = scheme_of_modules(self.quantization, self.module, self._base)
-            self.backend.prepare_model(self.module, scheme_of)
+        self.backend.prepare_model(self.module)
         self._head = _head_alone(self.module)
         self.vocab_size = expected.logits[0].shape[-1]
         outcome = run_self_test(self, expected)
@@ -98,11 +91,11 @@ class HFModel:
         return out.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [L, V] of hidden states [L, H], by the model's own head with whatever it does after it."""
+        """Logits [L, V] of hidden states [L, H], by the model's own head with whatever it does after it."""
         placeholder = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
         stub: _GivenHidden = self._head.pagefleet_given
         with stub.giving(hidden[None]):
-            return self._head(input_ids=placeholder, use_cache=False).logits[0].float()
+            return self._head(input_ids=placeholder, use_cache=False).logits[0]
 
     def observing(self, note: Callable[[int, torch.Tensor], None]) -> AbstractContextManager[None]:
         """Inside, `note(layer, output)` is called with the output [T, H] of each decoder layer in every forward pass.

@@ -34,7 +34,7 @@ def test_a_missing_module_gives_none_and_a_reason(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_call_with_wrong_arguments_is_an_exception_and_not_a_crash(native: Any) -> None:
-    with pytest.raises(TypeError, match="expected 11 arguments, got 1"):
+    with pytest.raises(TypeError, match="expected 12 arguments, got 1"):
         native.norm(0)
     with pytest.raises(ValueError, match="no compiled kernels for instruction set 'mmx'"):
         native.set_isa("mmx")

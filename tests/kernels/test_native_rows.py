@@ -156,6 +156,15 @@ def test_a_norm_whose_weight_is_not_float32_is_refused(ops: NativeOps) -> None:
         ops.norm(torch.randn(2, 4), Norm("rms", torch.ones(4, dtype=torch.bfloat16), None, 1e-5))
 
 
+def test_capabilities_name_the_kernels_that_run(
+    native: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level = request.node.callspec.params["native"]
+    monkeypatch.setenv("PAGEFLEET_ISA", level)
+    kernels = registry.create("cpu", BackendOptions(threads=torch.get_num_threads())).capabilities().kernels
+    assert kernels["norm"] == kernels["sampling"] == ("C++ avx2" if level == "avx2" else "C++ avx512")
+
+
 def test_without_compiled_kernels_torch_does_the_work_and_the_reason_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,3 +177,10 @@ def test_without_compiled_kernels_torch_does_the_work_and_the_reason_is_logged_o
     ) == 1
     assert type(made[0].ops()) is CpuOps
     assert made[0].capabilities().kernels["norm"] == "torch"
+
+
+def test_a_norm_of_another_size_is_refused(ops: NativeOps) -> None:
+    x, norm = torch.randn(2, 4), make_norm("rms", 5)
+    for call in (lambda: ops.norm(x, norm), lambda: ops.add_norm(x, x, None, norm)):
+        with pytest.raises(ValueError, match="a norm of 5 elements cannot be of rows of 4"):
+            call()

@@ -5,6 +5,14 @@
 #include "python.h"
 
 namespace pagefleet {
+
+bool norm_fits(const Norm& norm, int64_t n) {
+    if ((norm.weight == nullptr && norm.bias == nullptr) || norm.size == n) return true;
+    PyErr_Format(PyExc_ValueError, "a norm of %lld elements cannot be of rows of %lld", static_cast<long long>(norm.size),
+                 static_cast<long long>(n));
+    return false;
+}
+
 namespace {
 
 const RowKernels& kernels() { return current_isa() >= Isa::avx512 ? rows_avx512 : rows_avx2; }
@@ -19,22 +27,15 @@ Rows rows_of(Arguments& args) {
     return {data, args.integer()};
 }
 
-Norm norm_of(Arguments& args) {
-    const auto kind = static_cast<NormKind>(args.integer());
-    const auto* weight = args.pointer<const float>();
-    const auto* bias = args.pointer<const float>();
-    return {kind, weight, bias, args.real()};
-}
-
 PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments args(values, count);
-    if (!args.count_is(11)) return nullptr;
+    if (!args.count_is(12)) return nullptr;
     const auto type = static_cast<Type>(args.integer());
     const int64_t rows = args.integer(), n = args.integer();
     const ConstRows x = const_rows(args);
     const Rows out = rows_of(args);
     const Norm norm = norm_of(args);
-    if (!Arguments::good()) return nullptr;
+    if (!Arguments::good() || !norm_fits(norm, n)) return nullptr;
     Py_BEGIN_ALLOW_THREADS;
     kernels().norm(type, rows, n, x, out, norm);
     Py_END_ALLOW_THREADS;
@@ -43,14 +44,14 @@ PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
 
 PyObject* add_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments args(values, count);
-    if (!args.count_is(18)) return nullptr;
+    if (!args.count_is(20)) return nullptr;
     const auto type = static_cast<Type>(args.integer());
     const int64_t rows = args.integer(), n = args.integer();
     const ConstRows x = const_rows(args);
     const Rows residual = rows_of(args), out = rows_of(args);
     const Norm norm = norm_of(args), post = norm_of(args);
     const float scale = args.real();
-    if (!Arguments::good()) return nullptr;
+    if (!Arguments::good() || !norm_fits(norm, n) || !norm_fits(post, n)) return nullptr;
     Py_BEGIN_ALLOW_THREADS;
     kernels().add_norm(type, rows, n, x, residual, out, norm, post, scale);
     Py_END_ALLOW_THREADS;
@@ -83,10 +84,10 @@ PyObject* gated_activation(PyObject*, PyObject* const* values, Py_ssize_t count)
 }  // namespace
 
 PyMethodDef rows_methods[] = {
-    method("norm", norm, "norm(type, rows, n, x, x_stride, out, out_stride, kind, weight, bias, eps)"),
+    method("norm", norm, "norm(type, rows, n, x, x_stride, out, out_stride, kind, weight, bias, size, eps)"),
     method("add_norm", add_norm,
-           "add_norm(type, rows, n, x, x_stride, residual, residual_stride, out, out_stride, kind, weight, bias, eps, "
-           "post_kind, post_weight, post_bias, post_eps, scale)"),
+           "add_norm(type, rows, n, x, x_stride, residual, residual_stride, out, out_stride, kind, weight, bias, size, "
+           "eps, post_kind, post_weight, post_bias, post_size, post_eps, scale)"),
     method("activation", activation, "activation(type, rows, n, x, x_stride, out, out_stride, name)"),
     method("gated_activation", gated_activation,
            "gated_activation(type, rows, n, x, x_stride, out, out_stride, name): x has 2 n columns"),

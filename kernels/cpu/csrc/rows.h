@@ -4,19 +4,10 @@
 
 #include <cstdint>
 
+#include "norm.h"
 #include "types.h"
 
 namespace pagefleet {
-
-enum class NormKind : int64_t { rms = 0, layer = 1, none = 2 };
-
-// weight and bias are fp32 [n] or null.
-struct Norm {
-    NormKind kind;
-    const float* weight;
-    const float* bias;
-    float eps;
-};
 
 // As `ACTIVATIONS` in backends/ops.py numbers them.
 enum class Activation : int64_t { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3, relu2 = 4, identity = 5 };

@@ -4,6 +4,7 @@
 #include "vec.h"
 #include "loops.h"
 #include "activations.h"
+#include "norm_impl.h"
 #include "rows_impl.h"
 
 const pagefleet::RowKernels pagefleet::rows_avx512 = pagefleet::avx512::table;

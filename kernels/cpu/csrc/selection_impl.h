@@ -67,7 +67,7 @@ Share at_least(const float* x, int64_t n, float floor) {
     return share;
 }
 
-// The values in [low, high), in order, to `out`; returns how many.
+// The values in [low, high), in order, to `out`, which may be x; returns how many.
 int64_t gather(const float* x, int64_t n, float low, float high, float* out) {
     int64_t count = 0;
     along(n, [&](int64_t i, auto part) {
@@ -107,27 +107,28 @@ float kth_largest(const float* x, int64_t n, int64_t k, float* spare) {
 }
 
 // The smallest weight in the nucleus: the largest weights that together reach `top_p` of the mass; the largest weight
-// is 1. As above, what lies in question is narrowed down by passes over all and then sorted.
+// is 1. Floors sixteen times lower and lower find the range that it lies in; only that is narrowed down and sorted.
 float nucleus_floor(const float* weights, int64_t n, float top_p, float* spare) {
     const double target = static_cast<double>(top_p) * at_least<true>(weights, n, 0.0f).mass;
     float low = 1.0f, high = kInfinity;
     Share from_low = at_least<true>(weights, n, low), from_high;
     while (from_low.mass < target && low > 0.0f) {
         high = low, from_high = from_low;
-        low = low < 1e-30f ? 0.0f : 0.5f * low;
+        low = low < 1e-30f ? 0.0f : 0.0625f * low;
         from_low = at_least<true>(weights, n, low);
     }
-    for (int i = 0; i < kMostHalvings && from_low.count - from_high.count > kFew; ++i) {
+    int64_t count = gather(weights, n, low, high, spare);
+    double mass = from_high.mass;  // of all that is above the candidates
+    for (int i = 0; i < kMostHalvings && count > kFew; ++i) {
         const float middle = 0.5f * (low + std::min(high, 1.0f));
-        const Share reached = at_least<true>(weights, n, middle);
-        if (reached.mass >= target)
-            low = middle, from_low = reached;
+        const double upper = at_least<true>(spare, count, middle).mass;
+        if (mass + upper >= target)
+            low = middle;
         else
-            high = middle, from_high = reached;
+            high = middle, mass += upper;
+        count = gather(spare, count, low, high, spare);
     }
-    const int64_t count = gather(weights, n, low, high, spare);
     std::sort(spare, spare + count, Descending{});
-    double mass = from_high.mass;
     for (int64_t i = 0; i < count; ++i) {
         mass += spare[i];
         if (mass >= target) return spare[i];
