@@ -5,9 +5,11 @@
 #
 # Environment: PAGEFLEET_VENV         where it is (default: .venv in the repository root)
 #              PAGEFLEET_PYTHON       which interpreter makes it (default: the first of at least 3.10 on PATH)
-#              PAGEFLEET_TORCH_INDEX  package index that PyTorch is taken from (default: pip's own settings)
+#              PAGEFLEET_TORCH_INDEX  package index that PyTorch is taken from (default: pip's own settings; where those
+#                                     give a CUDA build and there is no GPU, PyTorch's index of CPU wheels)
 
 TORCH_VERSION=2.13.0
+CPU_INDEX=https://download.pytorch.org/whl/cpu
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${PAGEFLEET_VENV:-$ROOT/.venv}
 ENV_PYTHON=$VENV/bin/python
@@ -73,36 +75,49 @@ PY
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 
-# The build of PyTorch that pip would take, without fetching it. PyPI's build for Linux on x86 carries CUDA and needs
-# gigabytes of vendor libraries, of no use without a GPU.
-refuse_cuda_build() {
-    local report=$VENV/torch-report.json
-    has_gpu && return
-    "$ENV_PYTHON" -m pip install -qq --dry-run --ignore-installed --no-deps --report "$report" "$@" >/dev/null ||
-        die "pip found no torch==$TORCH_VERSION for $("$ENV_PYTHON" --version); see its message above"
-    "$ENV_PYTHON" - "$report" <<'PY' || exit 1
+# Asks pip, with these further arguments, which build of PyTorch it would take; nothing is fetched.
+ask_for_torch() {
+    "$ENV_PYTHON" -m pip install -qq --dry-run --ignore-installed --no-deps --report "$VENV/torch-report.json" \
+        "torch==$TORCH_VERSION" "$@" >/dev/null
+}
+
+# Whether that build carries CUDA and needs gigabytes of vendor libraries, of no use without a GPU. PyPI's does on Linux.
+is_cuda_build() {
+    "$ENV_PYTHON" - "$VENV/torch-report.json" <<'PY'
 import json, sys
 
 torch = json.load(open(sys.argv[1]))["install"][0]["metadata"]
 needs = [need for need in torch.get("requires_dist", []) if need.startswith(("nvidia-", "cuda-")) and "extra ==" not in need]
-if needs and "+cpu" not in torch["version"] and sys.platform == "linux":
-    sys.exit(
-        f"error: pip would take a CUDA build of torch {torch['version']} ({len(needs)} vendor libraries), and there is no "
-        "GPU here; set PAGEFLEET_TORCH_INDEX to PyTorch's index of CPU wheels (its install page, choice 'CPU', shows "
-        "the address) and run again"
-    )
+sys.exit(not (needs and "+cpu" not in torch["version"] and sys.platform == "linux"))
 PY
 }
 
+# Sets torch_source, pip's arguments that say where PyTorch comes from.
+choose_torch_source() {
+    local index=${PAGEFLEET_TORCH_INDEX:-}
+    torch_source=(${index:+--index-url "$index"})
+    has_gpu && return
+    ask_for_torch ${index:+--index-url "$index"} ||
+        die "pip found no torch==$TORCH_VERSION for $("$ENV_PYTHON" --version); see its message above"
+    is_cuda_build || return 0
+    if [[ -z $index ]]; then
+        say "no GPU here: asking PyTorch's index of CPU wheels, $CPU_INDEX"
+        torch_source=(--index-url "$CPU_INDEX")
+        ask_for_torch "${torch_source[@]}" --retries 1 --timeout 20 && ! is_cuda_build && return
+    fi
+    die "pip would take a CUDA build of torch $TORCH_VERSION (gigabytes of vendor libraries), there is no GPU here, and no" \
+        "CPU build was found at ${index:-$CPU_INDEX}; set PAGEFLEET_TORCH_INDEX to an index of CPU wheels and run again"
+}
+
 install_torch() {
-    local wanted=("torch==$TORCH_VERSION")
-    [[ -n ${PAGEFLEET_TORCH_INDEX:-} ]] && wanted+=(--index-url "$PAGEFLEET_TORCH_INDEX")
+    local torch_source
     if "$ENV_PYTHON" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$TORCH_VERSION')" 2>/dev/null; then
         return
     fi
-    refuse_cuda_build "${wanted[@]}"
+    choose_torch_source
     say "installing PyTorch $TORCH_VERSION (a minute or more)"
-    "$ENV_PYTHON" -m pip install -qq --no-compile "${wanted[@]}" || die "PyTorch could not be installed (pip's message is above)"
+    "$ENV_PYTHON" -m pip install -qq --no-compile "torch==$TORCH_VERSION" ${torch_source[@]+"${torch_source[@]}"} ||
+        die "PyTorch could not be installed (pip's message is above)"
 }
 
 setup_env() {

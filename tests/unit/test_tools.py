@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -206,11 +207,13 @@ def test_the_fetched_demo_model_keeps_its_chat_template():
 # -- setting up the environment --------------------------------------------------------------------------------------
 
 FAKE_PYTHON = """#!/bin/bash
-# a Python whose pip would take the build of torch in $FAKE_TORCH, and that notes what is installed
+# a Python whose pip would take the build of torch in $FAKE_TORCH, or from an index named to it the one in
+# $FAKE_TORCH_INDEXED (none: it cannot be reached), and that notes what is installed
 if [[ "$1 $2" == "-m pip" ]]; then
     [[ "$3" == --version ]] && exit 0
-    while (( $# )); do [[ $1 == --report ]] && cp "$FAKE_TORCH" "$2"; shift; done
-    echo pip >>"$FAKE_LOG"
+    echo "$@" >>"$FAKE_LOG"
+    [[ "$*" == *--index-url* ]] && FAKE_TORCH=${FAKE_TORCH_INDEXED:-}
+    while (( $# )); do [[ $1 == --report ]] && { cp "$FAKE_TORCH" "$2" || exit 1; }; shift; done
     exit 0
 fi
 exec "$REAL_PYTHON" "$@"
@@ -245,29 +248,80 @@ def setup_world(tmp_path):
     return run
 
 
-def torch_report(path, version, needs):
-    report = {"install": [{"metadata": {"version": version, "requires_dist": needs}}]}
-    path.write_text(json.dumps(report))
-    return str(path)
+@pytest.fixture
+def builds(tmp_path):
+    """Files that say which build of torch pip would take."""
+    made = {}
+    for name, version, needs in (
+        ("cuda", "2.13.0", ["filelock", "nvidia-cublas==13.1; platform_system == 'Linux'"]),
+        ("cpu", "2.13.0+cpu", ["filelock", "nvidia-x; extra == 'y'"]),
+    ):
+        report = {"install": [{"metadata": {"version": version, "requires_dist": needs}}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+        made[name] = str(tmp_path / f"{name}.json")
+    return made
 
 
-@posix
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux wheels carry CUDA")
-def test_a_cuda_build_is_refused_before_it_is_fetched_where_there_is_no_gpu(setup_world, tmp_path):
-    needs = ["filelock", "nvidia-cublas==13.1; platform_system == 'Linux'"]
-    report = torch_report(tmp_path / "r.json", "2.13.0", needs)
-    done = setup_world("has_gpu() { false; }; refuse_cuda_build torch", FAKE_TORCH=report)
-    assert done.returncode == 1
-    assert "PAGEFLEET_TORCH_INDEX" in done.stderr
-    with_gpu = setup_world("has_gpu() { true; }; refuse_cuda_build torch", FAKE_TORCH=report)
-    assert with_gpu.returncode == 0, with_gpu.stderr
+def installed_torch(world, gpu="false", **variables):
+    """The result of `install_torch` in an environment without torch, and what it had pip install."""
+    (world.folder / "log").unlink(missing_ok=True)
+    line = f"has_gpu() {{ {gpu}; }}; TORCH_VERSION=2.13.0.none; install_torch"
+    done = world(line, **variables)
+    lines = (world.folder / "log").read_text().splitlines() if (world.folder / "log").exists() else []
+    return done, [line for line in lines if "--dry-run" not in line]
 
 
-@posix
-def test_a_cpu_build_is_taken(setup_world, tmp_path):
-    report = torch_report(tmp_path / "r.json", "2.13.0+cpu", ["filelock", "nvidia-x; extra == 'y'"])
-    done = setup_world("has_gpu() { false; }; refuse_cuda_build torch", FAKE_TORCH=report)
+CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux wheels carry CUDA")
+
+
+@linux
+def test_where_there_is_no_gpu_and_pip_would_take_a_cuda_build_the_cpu_build_is_taken_from_pytorch(setup_world, builds):
+    done, installs = installed_torch(setup_world, FAKE_TORCH=builds["cuda"], FAKE_TORCH_INDEXED=builds["cpu"])
     assert done.returncode == 0, done.stderr
+    assert "no GPU here" in done.stderr
+    assert len(installs) == 1
+    assert CPU_INDEX in installs[0]
+
+
+@linux
+@pytest.mark.parametrize("indexed", ["", "cuda"])
+def test_without_a_cpu_build_anywhere_nothing_is_installed_and_the_way_out_is_named(setup_world, builds, indexed):
+    given = {"FAKE_TORCH_INDEXED": builds[indexed]} if indexed else {}
+    done, installs = installed_torch(setup_world, FAKE_TORCH=builds["cuda"], **given)
+    assert done.returncode == 1
+    assert "set PAGEFLEET_TORCH_INDEX to an index of CPU wheels" in done.stderr
+    assert installs == []
+
+
+@linux
+def test_an_index_that_the_user_names_is_the_only_one_asked(setup_world, builds):
+    mine = {"PAGEFLEET_TORCH_INDEX": "https://mirror.example/cpu", "FAKE_TORCH": builds["cuda"]}
+    done, installs = installed_torch(setup_world, FAKE_TORCH_INDEXED=builds["cpu"], **mine)
+    assert done.returncode == 0, done.stderr
+    assert "--index-url https://mirror.example/cpu" in installs[0]
+    assert "pytorch.org" not in (setup_world.folder / "log").read_text()
+    refused, installs = installed_torch(setup_world, FAKE_TORCH_INDEXED=builds["cuda"], **mine)
+    assert refused.returncode == 1
+    assert "no CPU build was found at https://mirror.example/cpu" in refused.stderr
+    assert installs == []
+
+
+@posix
+def test_pips_own_choice_is_taken_where_it_is_a_cpu_build_or_there_is_a_gpu(setup_world, builds):
+    for gpu, build in (("false", "cpu"), ("true", "cuda")):
+        done, installs = installed_torch(setup_world, gpu, FAKE_TORCH=builds[build])
+        assert done.returncode == 0, done.stderr
+        assert len(installs) == 1
+        assert "--index-url" not in installs[0]
+
+
+@posix
+def test_a_torch_that_is_there_is_kept(setup_world):
+    version = importlib.metadata.version("torch").split("+")[0]
+    done = setup_world(f"TORCH_VERSION={version}; install_torch")
+    assert done.returncode == 0, done.stderr
+    assert not (setup_world.folder / "log").exists()
 
 
 @posix
