@@ -73,6 +73,7 @@ class Capabilities:
     kernels: dict[str, str]  # op -> implementation that really runs
     graphs: bool = False
     exact: bool = True  # can give bit-identical rows whatever runs beside them
+    packed_dtypes: tuple[str, ...] = ()  # compute dtypes whose linear weights get a layout of the backend's own
 
 
 @dataclass(frozen=True)

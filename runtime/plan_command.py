@@ -42,9 +42,10 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
     fixed = config.plan.memory
     limit = parse_size(fixed, "plan.memory") if fixed else memory.free
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
+    packed_head = shape.vocab_size * shape.hidden_size if tied and dtype in capabilities.packed_dtypes else 0
     plan = plan_memory(
         shape,
-        weight_bytes=weight_bytes(tensor_infos(path), ELEMENT_BYTES[dtype], tied),
+        weight_bytes=weight_bytes(tensor_infos(path), ELEMENT_BYTES[dtype], tied, packed_head),
         limit_bytes=limit,
         compute_dtype=dtype,
         kv_dtype=config.cache.dtype,
@@ -66,6 +67,7 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
         "memory_free_bytes": memory.free,
         "memory_source": "plan.memory" if fixed else "free now",
         "kv_groups": _groups(shape),
+        "packed_head_bytes": packed_head * ELEMENT_BYTES[dtype],
     }
 
 
@@ -106,7 +108,9 @@ def _print_table(plan: MemoryPlan, facts: dict[str, Any]) -> None:
     table.add_row(
         "memory", format_size(plan.limit), f"{facts['memory_source']}; total {format_size(facts['memory_total_bytes'])}"
     )
-    table.add_row("weights", format_size(plan.weights), "from the checkpoint's headers")
+    head = facts["packed_head_bytes"]
+    apart = f"; {format_size(head)} of it the tied head, packed apart from the embedding" if head else ""
+    table.add_row("weights", format_size(plan.weights), f"from the checkpoint's headers{apart}")
     table.add_row("activations", format_size(plan.activations), f"a step of {plan.max_batched_tokens} tokens")
     table.add_row("logits", format_size(plan.logits), "of a step's last and drafted tokens, fp32, with a working copy")
     table.add_row("KV budget", format_size(plan.kv_budget), "what is left, or as cache.memory says")

@@ -45,13 +45,14 @@ def tensor_infos(path: Path) -> list[TensorInfo]:
     return [info for file in files for info in _safetensors_infos(file)]
 
 
-def weight_bytes(infos: list[TensorInfo], element_bytes: int, tied: bool = False) -> int:
+def weight_bytes(infos: list[TensorInfo], element_bytes: int, tied: bool = False, packed_head_elements: int = 0) -> int:
     """Bytes once loaded: floating-point weights in the compute dtype, others as stored.
 
-    A `tied` checkpoint that also ships `lm_head.weight` holds it once.
+    A `tied` checkpoint that also ships `lm_head.weight` holds it once. On a backend that lays linear weights out in
+    its own way a tied head is held apart from the embedding all the same: `packed_head_elements` more.
     """
     skipped = {"lm_head.weight"} if tied else set()
-    return sum(
+    return packed_head_elements * element_bytes + sum(
         math.prod(info.shape) * _STORED_BYTES.get(info.dtype, element_bytes)
         for info in infos
         if info.name not in skipped

@@ -66,6 +66,7 @@ class CpuBackend:
             device="cpu",
             isa=host.isa(),
             compute_dtypes=dtypes,
+            packed_dtypes=tuple(packed),
             kv_dtypes=("fp32", "bf16", "fp16"),
             kernels={
                 "attention": "torch, fixed tiles" if self.exact else "torch, gathered blocks",
@@ -77,7 +78,8 @@ class CpuBackend:
         )
 
     def memory(self) -> MemoryInfo:
-        """Bytes of the cgroup or the host, whichever is less."""
+        """Bytes of the cgroup or the host, whichever is less; what the allocator keeps unused counts as free."""
+        host.return_unused_memory()
         return MemoryInfo(host.memory_limit_bytes(), host.available_memory_bytes())
 
     def block_bytes(self, group: KVGroup) -> int:

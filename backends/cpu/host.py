@@ -7,6 +7,7 @@ from ..host import (
     has_fast_bf16,
     isa,
     memory_limit_bytes,
+    return_unused_memory,
     usable_threads,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "has_fast_bf16",
     "isa",
     "memory_limit_bytes",
+    "return_unused_memory",
     "usable_threads",
 ]

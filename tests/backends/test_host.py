@@ -132,3 +132,13 @@ def test_the_mask_lowers_the_isa_and_never_raises_it(machine, monkeypatch):
 def test_this_machine_gives_sane_numbers():
     assert host.usable_threads() >= 1
     assert 0 < host.available_memory_bytes() <= host.memory_limit_bytes()
+
+
+def test_memory_that_nobody_uses_goes_back_to_the_system():
+    blocks = [bytearray(60_000) for _ in range(2000)]  # small enough for the heap
+    kept = bytearray(100)
+    before = psutil.Process().memory_info().rss
+    del blocks
+    host.return_unused_memory()
+    assert psutil.Process().memory_info().rss < before - (60 << 20)
+    assert len(kept) == 100

@@ -80,6 +80,33 @@ def test_a_tied_checkpoint_that_ships_lm_head_means_what_transformers_says(tmp_p
     torch.testing.assert_close(paged_logits(model), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "reference"])
+def test_the_plan_counts_a_tied_head_as_often_as_it_is_held(kind, tmp_path, tiny_model):
+    import gc
+
+    from pagefleet.backends import registry
+    from pagefleet.runtime.compose import load_config
+    from pagefleet.runtime.plan_command import make_plan
+
+    module = tiny_model("llama", tie_word_embeddings=True, vocab_size=999)
+    module.save_pretrained(tmp_path)
+    stored = sum(parameter.numel() for parameter in module.parameters())  # the tied weight is one of them, once
+    del module
+
+    def held() -> set[int]:
+        gc.collect()
+        found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.shape == (999, 32)]
+        return {id(o) if o.is_mkldnn else o.untyped_storage().data_ptr() for o in found}
+
+    before = held()
+    model = open_checkpoint(tmp_path, "fp32", registry.create(kind))
+    copies = len(held() - before)
+    assert copies >= 1
+    overrides = [f"model.path={tmp_path}", f"backend={kind}", "precision=fp32"]
+    assert make_plan(load_config(overrides, "plan"))[0].weights == 4 * (stored + (copies - 1) * 999 * 32)
+    assert model.vocab_size == 999
+
+
 def test_max_len_is_the_models_unless_less_is_asked(checkpoint, backend):
     assert open_checkpoint(checkpoint[0], "fp32", backend, max_len=40).max_len == 40
     with pytest.raises(ModelError, match="at most 256"):
