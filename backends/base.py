@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from .modules import SchemeOf
     from .ops import Ops
 
 
@@ -71,6 +72,7 @@ class Capabilities:
     compute_dtypes: tuple[str, ...]  # "fp32", "bf16", "fp16"; the first is the preferred one
     kv_dtypes: tuple[str, ...]
     kernels: dict[str, str]  # op -> implementation that really runs
+    schemes: tuple[str, ...] = ()  # of linear layers with fewer bits, see backends/schemes.py
     graphs: bool = False
     exact: bool = True  # can give bit-identical rows whatever runs beside them
     packed_dtypes: tuple[str, ...] = ()  # compute dtypes whose linear weights get a layout of the backend's own
@@ -186,8 +188,11 @@ class Backend(Protocol):
         """Copy whole blocks (source, destination), all in one call."""
         ...
 
-    def prepare_model(self, model: torch.nn.Module) -> None:
-        """Called once after the weights are loaded: repack or replace linear layers in place."""
+    def prepare_model(self, model: torch.nn.Module, scheme_of: SchemeOf | None = None) -> None:
+        """Called once after the weights are loaded: repack or replace linear layers in place.
+
+        `scheme_of(module)` names the scheme of a linear layer, None for its weight's dtype.
+        """
         ...
 
     def ops(self) -> Ops:

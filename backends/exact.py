@@ -209,13 +209,3 @@ def _run_under(module: nn.Module, functions: ExactFunctions) -> None:
             return forward(*args, **kwargs)
 
     module.forward = exact_forward  # type: ignore[method-assign]
-
-
-def plain_exact_linear(module: nn.Module) -> nn.Module | None:
-    """The exact form of a plain linear layer, with torch's own product."""
-    weights = linear_weights(module)
-    if weights is None:
-        return None
-    weight, bias = weights
-    product = plain_product(weight, bias)
-    return ProductLinear(product, weight, bias, safe_tile_rows(product, weight.shape[1], weight.dtype, weight.device))

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from pagefleet.kernels import reference
+from pagefleet.kernels.reference import QuantizedWeight
 
 from .base import Backend, BackendError
 from .exact import in_row_tiles, in_vector_pieces, plain_product, safe_tile_rows
 from .ops import Heads, Linear, Norm, Rotary
+from .schemes import Scheme, parse_scheme
 from .selection import Selection
 from .torch_selection import TorchSelection
 
@@ -43,6 +45,24 @@ class TorchLinear:
         return self._product(x) if self._tile is None else in_row_tiles(self._product, x, self._tile)
 
 
+class QuantizedTorchLinear:
+    """The specification of a quantised linear layer, in float64: slow, and the same for every row wherever it runs."""
+
+    kernel = "torch, float64"
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, scheme: Scheme) -> None:
+        self.out_features, self.in_features = weight.values.shape
+        self.scheme = str(scheme)
+        self._weight, self._bias, self._of_rows = weight, bias, scheme.activation_bits == 8
+        kept = (weight.values, weight.scales, weight.offsets)
+        self.weight_bytes = sum(x.numel() * x.element_size() for x in kept if x is not None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]."""
+        rows = x.reshape(-1, x.shape[-1])
+        return reference.quantized_linear(rows, self._weight, self._bias, self._of_rows).view(*x.shape[:-1], -1)
+
+
 class TorchOps:
     """`Ops` on any device that torch knows. `exact` keeps every row's bits whatever is computed beside it."""
 
@@ -51,10 +71,22 @@ class TorchOps:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: str | None = None) -> Linear:
         """See `Ops.linear`."""
-        if scheme is not None:
-            name = self._backend.capabilities().name
-            raise BackendError(f"backend '{name}' has no {scheme} linear layers; choose precision=fp32, bf16 or fp16")
-        return TorchLinear(weight, bias, self._exact)
+        known = self._scheme(scheme)
+        if known is None:
+            return TorchLinear(weight, bias, self._exact)
+        return QuantizedTorchLinear(known.quantized(weight), bias, known)
+
+    def _scheme(self, text: str | None) -> Scheme | None:
+        """Raises BackendError for a scheme that the backend does not have."""
+        if text is None:
+            return None
+        scheme, capabilities = parse_scheme(text), self._backend.capabilities()
+        if scheme.name not in capabilities.schemes:
+            have = ", ".join((*capabilities.compute_dtypes, *capabilities.schemes))
+            raise BackendError(
+                f"backend '{capabilities.name}' has no {text} linear layers; choose a precision of {have}"
+            )
+        return scheme
 
     def selection(self) -> Selection:
         """See `Ops.selection`."""

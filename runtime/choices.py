@@ -20,12 +20,19 @@ def create_backend(config: Config) -> tuple[Backend, Config]:
     options = BackendOptions(threads=config.backend.threads, exact=config.precision.exact)
     backend = registry.create(config.backend.name, options)
     capabilities = backend.capabilities()
-    dtype = _chosen("precision", config.precision.name, capabilities.compute_dtypes, capabilities.compute_dtypes[0])
+    precision, dtypes = config.precision, capabilities.compute_dtypes
+    if precision.scheme is None:
+        dtype = _chosen("precision", precision.name, (*dtypes, *capabilities.schemes), dtypes[0])
+        precision = replace(precision, name=dtype, compute=dtype)
+    else:
+        _chosen("precision", precision.name, (*dtypes, *capabilities.schemes), dtypes[0])
+        dtype = _chosen("precision.compute", precision.compute, dtypes, dtypes[0])
+        precision = replace(precision, compute=dtype)
     kv_dtype = _chosen("cache.dtype", config.cache.dtype, capabilities.kv_dtypes, dtype)
     return backend, replace(
         config,
         backend=replace(config.backend, name=capabilities.name),
-        precision=replace(config.precision, name=dtype),
+        precision=precision,
         cache=replace(config.cache, dtype=kv_dtype),
     )
 

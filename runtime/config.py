@@ -20,8 +20,12 @@ from pagefleet.runtime.sizes import parse_size
 
 COMMANDS = ("batch", "plan", "doctor", "bench", "gate")
 BENCH_WORKLOADS = ("custom", "w1", "w2", "w3", "w4", "all")
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
-LATER_PRECISIONS = ("w8a8", "w8a16", "w4a16", "fp8")
+DTYPES = ("fp32", "bf16", "fp16")
+QUANTIZED_PRECISIONS = ("w8a8", "w8a16", "w4a16")
+PRECISIONS = ("auto", *DTYPES, *QUANTIZED_PRECISIONS)
+GROUP_SIZES = (32, 64, 128)
+DEFAULT_INT4_GROUP = 32
+LATER_PRECISIONS = ("fp8",)
 CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "int8")
 LATER_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "int4")
 DECLARED_BACKENDS = ("cpu", "cuda", "onnx", "reference", "rocm")
@@ -119,13 +123,47 @@ class BackendConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Compute dtype; `exact` makes rows independent of what runs beside them, bit for bit."""
+    """Compute dtype, or how linear layers are quantised.
+
+    Attributes:
+        name: a dtype, or a scheme of linear layers: 8-bit or 4-bit weights, with activations of 8 or 16 bits.
+        exact: makes rows independent of what runs beside them, bit for bit.
+        compute: the dtype of everything that a scheme does not quantise; "auto": the backend's preferred one.
+        group_size: weights that share a scale; None: 32 for w4a16, a whole output channel for the others.
+        quantize_head: whether the scheme is for the output head too. Embeddings never are quantised.
+    """
 
     name: str = "auto"
     exact: bool = False
+    compute: str = "auto"
+    group_size: int | None = None
+    quantize_head: bool = False
 
     def __post_init__(self) -> None:
         check_choice("precision", self.name, PRECISIONS, LATER_PRECISIONS)
+        check_choice("precision.compute", self.compute, ("auto", *DTYPES))
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise ConfigError(f"precision.group_size: expected one of {sizes} or null, got {self.group_size!r}")
+        quantized = self.name in QUANTIZED_PRECISIONS
+        if self.group_size is not None and (not quantized or self.name == "w8a8"):
+            raise ConfigError(
+                f"precision.group_size={self.group_size}: only w8a16 and w4a16 have groups, not precision={self.name}"
+            )
+        if self.quantize_head and not quantized:
+            raise ConfigError(f"precision.quantize_head=true: precision={self.name} quantises nothing")
+        if not quantized and self.compute not in ("auto", self.name):
+            raise ConfigError(
+                f"precision.compute={self.compute}: precision={self.name} is itself the compute dtype; leave it unset"
+            )
+
+    @property
+    def scheme(self) -> str | None:
+        """The scheme of linear layers as backends name it, such as "w4a16_g64"; None: they keep the compute dtype."""
+        if self.name not in QUANTIZED_PRECISIONS:
+            return None
+        group = self.group_size or (DEFAULT_INT4_GROUP if self.name == "w4a16" else None)
+        return self.name if group is None else f"{self.name}_g{group}"
 
 
 @dataclass
@@ -387,6 +425,9 @@ def result_shaping(config: Config) -> dict[str, Any]:
         "model.max_len": config.model.max_len,
         "precision": config.precision.name,
         "precision.exact": config.precision.exact,
+        "precision.compute": config.precision.compute,
+        "precision.scheme": config.precision.scheme,
+        "precision.quantize_head": config.precision.quantize_head,
         "cache.dtype": config.cache.dtype,
         "seed": config.seed,
         "job.defaults": dict(config.job.defaults),

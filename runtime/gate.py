@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pagefleet.runtime.config import Config, GateConfig
+from pagefleet.runtime.config import Config, GateConfig, PrecisionConfig
 from pagefleet.runtime.errors import ConfigError
 from pagefleet.runtime.llm import LLM
 from pagefleet.runtime.model.self_test import PagedRun
@@ -129,7 +129,7 @@ def compare(baseline: Trace, candidate: Trace, bounds: GateConfig) -> dict[str, 
 def _baseline_config(config: Config) -> Config:
     return replace(
         config,
-        precision=replace(config.precision, name=config.gate.baseline_precision),
+        precision=PrecisionConfig(config.gate.baseline_precision, config.precision.exact),
         cache=replace(config.cache, dtype="auto", quant_group_size=None),
     )
 
@@ -145,7 +145,7 @@ def _measured(
             passages = [ids for part in text if len(ids := llm.tokenizer.encode(part)[:most]) > 1]
             if not passages:
                 raise ConfigError("gate.text: expected passages of at least two tokens")
-        facts = {key: llm.metrics()[key] for key in ("backend", "isa", "dtype", "kv_dtype", "kernels")}
+        facts = {key: llm.metrics()[key] for key in ("backend", "isa", "dtype", "scheme", "kv_dtype", "kernels")}
         return trace(llm.model, passages, llm.kv_dtype), facts, passages
     finally:
         llm.close()
@@ -159,7 +159,8 @@ def _print_report(report: dict[str, Any], bounds: GateConfig) -> None:
 
     base, mine = report["baseline"], report["candidate"]
     table = Table(
-        title=f"{mine['dtype']}, KV {mine['kv_dtype']} against {base['dtype']}, KV {base['kv_dtype']}: "
+        title=f"{mine['scheme'] or mine['dtype']}, KV {mine['kv_dtype']} "
+        f"against {base['dtype']}, KV {base['kv_dtype']}: "
         f"{report['tokens']} tokens",
         title_justify="left",
     )

@@ -24,6 +24,7 @@ from pagefleet.runtime.errors import ConfigError, ErrorCode, RequestError
 from pagefleet.runtime.memory_plan import GroupBudget, kv_blocks_that_fit
 from pagefleet.runtime.model.load import resolve_checkpoint
 from pagefleet.runtime.model.open import open_checkpoint
+from pagefleet.runtime.model.quantize import Quantization
 from pagefleet.runtime.outputs import RequestOutput
 from pagefleet.runtime.runner import Runner
 from pagefleet.runtime.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ class LLM:
     Args:
         model: checkpoint folder, GGUF file or hub id.
         backend: "auto" or a backend's name.
-        dtype: "auto", "fp32", "bf16" or "fp16".
+        dtype: "auto", "fp32", "bf16" or "fp16", or a scheme of linear layers: "w8a8", "w8a16" or "w4a16".
         max_model_len: longest sequence in tokens; None for the model's own limit.
         block_size: tokens per KV block.
         kv_cache_dtype: "auto" (the compute dtype) or a dtype that the backend can keep.
@@ -118,7 +119,7 @@ class LLM:
             raise ConfigError("model.path: expected a checkpoint folder, a .gguf file or a hub id, got nothing")
         self.backend, config = create_backend(config)
         self.config = config
-        self.dtype, self.kv_dtype = config.precision.name, config.cache.dtype
+        self.dtype, self.kv_dtype = config.precision.compute, config.cache.dtype
         folder = resolve_checkpoint(config.model.path, config.model.revision)
         self.tokenizer = Tokenizer.load(
             config.model.tokenizer or folder, trust_remote_code=config.model.trust_remote_code
@@ -131,6 +132,7 @@ class LLM:
             trust_remote_code=config.model.trust_remote_code,
             max_len=config.model.max_len,
             lowering=config.model.lowering,
+            quantization=Quantization(config.precision.scheme, config.precision.quantize_head),
         )
         groups = self.model.kv_groups(config.cache.block_size, self.kv_dtype)
         num_blocks = self._num_blocks(groups)
@@ -139,7 +141,7 @@ class LLM:
             num_blocks,
             config.cache.block_size,
             prefix_caching=config.cache.prefix_caching,
-            identity=f"{folder}:{self.dtype}:{self.kv_dtype}",
+            identity=f"{folder}:{self.dtype}:{config.precision.scheme}:{self.kv_dtype}",
         )
         self.engine = Engine(
             Runner(self.model, self.backend, groups, num_blocks),
@@ -289,6 +291,7 @@ class LLM:
             "kernels": dict(capabilities.kernels),
             "execution": self.model.execution,
             "dtype": self.dtype,
+            "scheme": self.config.precision.scheme,
             "kv_dtype": self.kv_dtype,
         }
 

@@ -38,14 +38,18 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
     hf_config = read_model_config(path, config.model.trust_remote_code)
     shape = shape_from_config(hf_config)
     backend, config = create_backend(config)
-    capabilities, memory, dtype = backend.capabilities(), backend.memory(), config.precision.name
+    capabilities, memory, dtype = backend.capabilities(), backend.memory(), config.precision.compute
     fixed = config.plan.memory
     limit = parse_size(fixed, "plan.memory") if fixed else memory.free
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
-    packed_head = shape.vocab_size * shape.hidden_size if tied and dtype in capabilities.packed_dtypes else 0
+    quantized_head = config.precision.scheme is not None and config.precision.quantize_head  # counted with its scheme
+    packs_head = tied and not quantized_head and dtype in capabilities.packed_dtypes
+    packed_head = shape.vocab_size * shape.hidden_size if packs_head else 0
     plan = plan_memory(
         shape,
-        weight_bytes=weight_bytes(tensor_infos(path), ELEMENT_BYTES[dtype], tied, packed_head),
+        weight_bytes=weight_bytes(
+            tensor_infos(path), ELEMENT_BYTES[dtype], tied, config.precision, packed_head_elements=packed_head
+        ),
         limit_bytes=limit,
         compute_dtype=dtype,
         kv_dtype=config.cache.dtype,
@@ -61,7 +65,8 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
         "model": config.model.path,
         "backend": capabilities.name,
         "isa": capabilities.isa,
-        "precision": dtype,
+        "precision": config.precision.name,
+        "scheme": config.precision.scheme,
         "kv_dtype": config.cache.dtype,
         "memory_total_bytes": memory.total,
         "memory_free_bytes": memory.free,

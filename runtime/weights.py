@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagefleet.runtime.config import DEFAULT_INT4_GROUP, PrecisionConfig
 from pagefleet.runtime.errors import ModelError
 
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 _STORED_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MAX_HEADER = 100_000_000
+_SCALE_BYTES = 4  # fp32 of a channel, or fp16 scale and offset of a group
+_HEAD = re.compile(r"lm_head|embed_out|^output\.weight")  # as checkpoints name it, safetensors and GGUF
+_EMBEDDINGS = ("embed_", "embedding", "wte", "wpe", "token_embd")
 
 
 @dataclass(frozen=True)
@@ -45,18 +50,45 @@ def tensor_infos(path: Path) -> list[TensorInfo]:
     return [info for file in files for info in _safetensors_infos(file)]
 
 
-def weight_bytes(infos: list[TensorInfo], element_bytes: int, tied: bool = False, packed_head_elements: int = 0) -> int:
-    """Bytes once loaded: floating-point weights in the compute dtype, others as stored.
+def weight_bytes(
+    infos: list[TensorInfo],
+    element_bytes: int,
+    tied: bool = False,
+    precision: PrecisionConfig | None = None,
+    packed_head_elements: int = 0,
+) -> int:
+    """Bytes once loaded: floating-point weights in the compute dtype or the precision's scheme, others as stored.
 
-    A `tied` checkpoint that also ships `lm_head.weight` holds it once. On a backend that lays linear weights out in
-    its own way a tied head is held apart from the embedding all the same: `packed_head_elements` more.
+    A `tied` checkpoint that also ships `lm_head.weight` holds it once; with a quantised head it is kept twice. On a
+    backend that lays linear weights out in its own way a tied head is held apart from the embedding all the same:
+    `packed_head_elements` more, of the compute dtype.
     """
     skipped = {"lm_head.weight"} if tied else set()
     return packed_head_elements * element_bytes + sum(
-        math.prod(info.shape) * _STORED_BYTES.get(info.dtype, element_bytes)
+        sum(round(math.prod(info.shape) * size) for size in _element_bytes(info, element_bytes, tied, precision))
         for info in infos
         if info.name not in skipped
     )
+
+
+def _element_bytes(
+    info: TensorInfo, element_bytes: int, tied: bool, precision: PrecisionConfig | None
+) -> Iterator[float]:
+    """Bytes of an element of each copy that is kept of a tensor."""
+    stored = _STORED_BYTES.get(info.dtype, element_bytes)
+    scheme = None if precision is None or len(info.shape) < 2 or info.dtype not in _FLOATS else precision.scheme
+    if precision is None or scheme is None:
+        yield stored
+        return
+    bits, group = int(scheme[1]), precision.group_size or (DEFAULT_INT4_GROUP if scheme[1] == "4" else info.shape[-1])
+    quantized = bits / 8 + _SCALE_BYTES / group
+    head, embedding = bool(_HEAD.search(info.name)), any(x in info.name for x in _EMBEDDINGS)
+    if embedding or (head and not precision.quantize_head):
+        yield stored
+    if (head and precision.quantize_head) or (tied and embedding and precision.quantize_head):
+        yield quantized
+    if not head and not embedding:
+        yield quantized
 
 
 def _safetensors_infos(file: Path) -> Iterator[TensorInfo]:

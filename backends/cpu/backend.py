@@ -18,12 +18,12 @@ from ..base import (
     KVPool,
     MemoryInfo,
 )
-from ..exact import make_exact
+from ..modules import SchemeOf, replace_linears
 from ..pool import BlockPool, allocate_pool, copy_blocks, out_of_memory_as_error, padded_block_bytes
+from ..schemes import SCHEMES
 from . import host
 from .attention import Scratch, attention
 from .exact_attention import exact_attention
-from .linear import LinearPacker, can_pack, pack_linears
 from .native_ops import NativeOps
 from .ops import CpuOps
 from .plan import CpuPlan, make_plan
@@ -59,20 +59,18 @@ class CpuBackend:
     def capabilities(self) -> Capabilities:
         """What it can do here. bf16 comes first only where the processor multiplies it faster than fp32."""
         dtypes = ("bf16", "fp32", "fp16") if host.has_fast_bf16() else ("fp32", "bf16", "fp16")
-        packed = [name for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)) if can_pack(dtype)]
-        linear = f"oneDNN prepacked ({', '.join(packed)})" if packed else "torch"
         return Capabilities(
             name="cpu",
             device="cpu",
             isa=host.isa(),
             compute_dtypes=dtypes,
-            packed_dtypes=tuple(packed),
+            packed_dtypes=self._ops.packed_dtypes,
             kv_dtypes=("fp32", "bf16", "fp16"),
+            schemes=SCHEMES,
             kernels={
                 "attention": "torch, fixed tiles" if self.exact else "torch, gathered blocks",
                 "write_kv": "torch",
                 "copy_blocks": "torch",
-                "linear": f"{linear}, fixed row tiles" if self.exact else linear,
                 **self._ops.kernels,
             },
         )
@@ -94,13 +92,11 @@ class CpuBackend:
         """Copy whole blocks, every read before any write. Raises BackendError for a destination named twice."""
         copy_blocks(pool, pairs)
 
-    def prepare_model(self, model: torch.nn.Module) -> None:
-        """Pack linear layers in place; in exact mode every product runs in fixed row tiles."""
+    def prepare_model(self, model: torch.nn.Module, scheme_of: SchemeOf | None = None) -> None:
+        """Pack linear layers in place; in exact mode no product lets a row see another."""
         with out_of_memory_as_error():
-            if self.exact:
-                make_exact(model, LinearPacker(exact=True).replace)
-            else:
-                pack_linears(model)
+            packed = replace_linears(model, self._ops, self.exact, scheme_of)
+        logger.info("packed %d linear layers", packed)
 
     def ops(self) -> CpuOps:
         """See `Backend.ops`."""

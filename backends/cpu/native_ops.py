@@ -11,8 +11,10 @@ import torch
 from pagefleet.kernels.cpu import FLOAT_TYPES, NativeKernels
 
 from ..base import Backend
-from ..ops import ACTIVATIONS, NO_NORM, Norm
+from ..ops import ACTIVATIONS, NO_NORM, Linear, Norm
+from ..schemes import Scheme
 from . import host
+from .native_linear import NativeLinear, can_multiply
 from .native_selection import NativeSelection
 from .ops import CpuOps
 
@@ -26,16 +28,23 @@ class NativeOps(CpuOps):
     """
 
     def __init__(self, backend: Backend, native: NativeKernels, exact: bool = False) -> None:
+        self._native = native
         super().__init__(backend, exact)
         self._selection = NativeSelection(native)
         name = "C++ avx2" if host.isa() == "avx2" else "C++ avx512"  # higher levels add nothing to these
-        self.kernels = dict.fromkeys(("norm", "activation", "sampling"), name) | {"query_and_store": "torch"}
+        self.kernels |= dict.fromkeys(("norm", "activation", "sampling"), name)
         self._native_norm, self._native_add_norm = native.norm, native.add_norm
         self._native_activation, self._native_gated = native.activation, native.gated_activation
 
     def selection(self) -> NativeSelection:
         """See `Ops.selection`."""
         return self._selection
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: Scheme | None) -> Linear:
+        if not can_multiply(weight, scheme):
+            return super()._linear(weight, bias, scheme)
+        values = weight if scheme is None else scheme.quantized(weight)
+        return NativeLinear(self._native, values, bias, weight.dtype, scheme)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `Ops.norm`."""

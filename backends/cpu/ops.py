@@ -7,7 +7,8 @@ import torch
 from ..base import Backend
 from ..exact import in_row_tiles, rows_are_independent, safe_tile_rows
 from ..ops import Linear
-from ..torch_ops import TorchLinear, TorchOps
+from ..schemes import SCHEMES, Scheme, parse_scheme
+from ..torch_ops import QuantizedTorchLinear, TorchLinear, TorchOps
 from .linear import can_pack, pack_weight, packed_product
 
 
@@ -40,10 +41,42 @@ class CpuOps(TorchOps):
     def __init__(self, backend: Backend, exact: bool = False) -> None:
         super().__init__(backend, exact)
         self.kernels = dict.fromkeys(("norm", "activation", "query_and_store", "sampling"), "torch")
+        self.kernels["linear"] = ", ".join(sorted(self._linears_to_expect()))
+        self._linears: set[str] = set()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: str | None = None) -> Linear:
         """See `Ops.linear`."""
-        if scheme is not None or not can_pack(weight.dtype):
-            return super().linear(weight, bias, scheme)
-        packed = PackedLinear(weight, bias, self._exact)
-        return packed if packed.rows_are_independent else TorchLinear(weight, bias, self._exact)
+        linear = self._linear(weight, bias, self._scheme(scheme))
+        self._linears.add(_in_words(linear))
+        self.kernels["linear"] = ", ".join(sorted(self._linears))
+        return linear
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scheme: Scheme | None) -> Linear:
+        if scheme is not None:
+            return QuantizedTorchLinear(scheme.quantized(weight), bias, scheme)
+        if can_pack(weight.dtype):
+            packed = PackedLinear(weight, bias, self._exact)
+            if packed.rows_are_independent:
+                return packed
+        return TorchLinear(weight, bias, self._exact)
+
+    @property
+    def packed_dtypes(self) -> tuple[str, ...]:
+        """Compute dtypes whose linear weights get a layout of their own."""
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        small = {name: torch.ones(1, 32, dtype=dtype) for name, dtype in dtypes.items()}
+        return tuple(
+            name for name, weight in small.items() if not isinstance(self._linear(weight, None, None), TorchLinear)
+        )
+
+    def _linears_to_expect(self) -> set[str]:
+        """What a model's layers will be, as far as it can be known without one."""
+        schemes = [None, *map(parse_scheme, SCHEMES)]
+        small = [
+            (torch.ones(1, 32, dtype=dtype), scheme) for dtype in (torch.bfloat16, torch.float32) for scheme in schemes
+        ]
+        return {_in_words(self._linear(weight, None, scheme)) for weight, scheme in small}
+
+
+def _in_words(linear: Linear) -> str:
+    return f"{linear.scheme}: {linear.kernel}"

@@ -18,8 +18,9 @@ from ..base import (
     KVPool,
     MemoryInfo,
 )
-from ..exact import make_exact, plain_exact_linear
+from ..modules import SchemeOf, replace_linears
 from ..pool import BlockPool, allocate_pool, copy_blocks, out_of_memory_as_error, padded_block_bytes
+from ..schemes import SCHEMES
 from ..torch_ops import TorchOps
 
 
@@ -49,6 +50,7 @@ class ReferenceBackend:
             isa=host.isa() if self.device.type == "cpu" else str(self.device),
             compute_dtypes=("fp32", "bf16", "fp16"),
             kv_dtypes=("fp32", "bf16", "fp16", "int8"),
+            schemes=SCHEMES,
             kernels={
                 "attention": "torch, one query at a time",
                 "write_kv": "torch",
@@ -76,10 +78,9 @@ class ReferenceBackend:
         """Copy whole blocks, every read before any write."""
         copy_blocks(pool, pairs)
 
-    def prepare_model(self, model: torch.nn.Module) -> None:
-        """Nothing, or in exact mode fixed row tiles for every product."""
-        if self.exact:
-            make_exact(model, plain_exact_linear)
+    def prepare_model(self, model: torch.nn.Module, scheme_of: SchemeOf | None = None) -> None:
+        """Quantise what `scheme_of` says; in exact mode every other product runs in fixed row tiles."""
+        replace_linears(model, self._ops, self.exact, scheme_of)
 
     def ops(self) -> TorchOps:
         """See `Backend.ops`."""

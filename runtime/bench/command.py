@@ -67,7 +67,7 @@ def add_floors(llm: Any, workloads: list[Workload], reports: list[dict[str, Any]
     Run after the workloads: it takes memory of its own, which must not be in their peak. A model whose sizes are not
     understood has no floor; the log says why.
     """
-    precision = llm.dtype if llm.config.precision.name == "auto" else llm.config.precision.name
+    precision = llm.config.precision.name
     try:
         sizes = model_sizes(llm.config)
     except ModelError as error:

@@ -21,6 +21,7 @@ from pagefleet.backends.base import AttentionArgs, Backend, KVGroup
 from pagefleet.backends.ops import Heads, Linear, Norm, Ops, Rotary
 
 from .layout import AttentionLayout
+from .quantize import UNQUANTIZED, Quantization
 
 
 class Mixer(Protocol):
@@ -211,8 +212,10 @@ class Decoder:
         max_len: int,
         dtype: str,
         eos_token_ids: frozenset[int],
+        quantization: Quantization = UNQUANTIZED,
     ) -> None:
         self.backend, self.config, self.max_len, self.dtype = backend, config, max_len, dtype
+        self.quantization = quantization
         self.device = backend.capabilities().device
         self.eos_token_ids = eos_token_ids
         self.windows = layout.windows

@@ -16,10 +16,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from pagefleet.backends.base import AttentionArgs, Backend, KVGroup
 from pagefleet.runtime.errors import ModelError
 
-from .attention import attending
+from .attention import PAGED, attending, set_attention
 from .layers import decoder_layers, observing
 from .layout import AttentionLayout
 from .probe import AttentionCall, record_attention
+from .quantize import UNQUANTIZED, Quantization, scheme_of_modules
 from .self_test import Expected, SelfTest, run_eager, run_self_test, test_sequences
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,13 +41,14 @@ class HFModel:
         windows: the window of every attention layer, in order; None for full attention.
     """
 
-    def __init__(self, module: Any, backend: Backend, max_len: int) -> None:
+    def __init__(self, module: Any, backend: Backend, max_len: int, quantization: Quantization = UNQUANTIZED) -> None:
         """Use `open_checkpoint` or `open_module`; this takes a module that they have checked.
 
         Raises:
             ModelError: the model cannot run on a paged cache; the message says why.
         """
         self.module, self.backend, self.max_len = module, backend, max_len
+        self.quantization = quantization
         self.execution = "as is"
         self.config = module.config
         self.device = backend.capabilities().device
@@ -68,7 +70,12 @@ class HFModel:
         Raises:
             ModelError: the self-test failed.
         """
-        self.backend.prepare_model(self.module)
+        set_attention(self.module, PAGED)
+        if self.quantization.scheme is None:
+            self.backend.prepare_model(self.module)
+        else:
+            scheme_of = scheme_of_modules(self.quantization, self.module, self._base)
+            self.backend.prepare_model(self.module, scheme_of)
         self._head = _head_alone(self.module)
         self.vocab_size = expected.logits[0].shape[-1]
         outcome = run_self_test(self, expected)

@@ -92,7 +92,7 @@ def build(parts: Recognised, model: HFModel) -> Decoder:
     kept = {id(p) for p in parts.embedding.tokens.parameters()}
     layers: list[Layer] = []
     while parts.layers:  # emptied as it goes: a layer's own weights are free before the next one's are packed
-        layers.append(_packed(parts.layers.pop(0), backend, kept))
+        layers.append(_packed(parts.layers.pop(0), backend, kept, model.quantization.scheme))
     return Decoder(
         backend,
         parts.layout,
@@ -100,21 +100,22 @@ def build(parts: Recognised, model: HFModel) -> Decoder:
         [_rotation(form, model.max_len) for form in parts.rotations],
         layers,
         parts.final_norm,
-        replace(parts.head, linear=_taken(parts.head.linear, backend, kept, None)),
+        replace(parts.head, linear=_taken(parts.head.linear, backend, kept, model.quantization.head_scheme)),
         config=model.config,
         max_len=model.max_len,
         dtype=model.dtype,
         eos_token_ids=model.eos_token_ids,
+        quantization=model.quantization,
     )
 
 
 # -- weights -----------------------------------------------------------------------------------------------------
 
 
-def _packed(layer: Layer, backend: Backend, kept: set[int]) -> Layer:
+def _packed(layer: Layer, backend: Backend, kept: set[int], scheme: str | None) -> Layer:
     """`layer` with its linear layers packed. This is where the scheme of each is decided: routers stay as they are."""
 
-    def taken(source: Linear, scheme: str | None = None) -> Linear:
+    def taken(source: Linear, scheme: str | None = scheme) -> Linear:
         return _taken(source, backend, kept, scheme)
 
     def mlp(x: Mlp) -> Mlp:

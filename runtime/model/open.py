@@ -15,6 +15,7 @@ from .decoder import Decoder
 from .hf_model import DTYPES, HFModel
 from .load import load_module
 from .lower import build, recognise
+from .quantize import UNQUANTIZED, Quantization
 from .recognise import NotUnderstood
 from .self_test import Expected, SelfTest, run_self_test
 from .support import check_supported, length_limit
@@ -31,6 +32,7 @@ def open_checkpoint(
     trust_remote_code: bool = False,
     max_len: int | None = None,
     lowering: str = "auto",
+    quantization: Quantization = UNQUANTIZED,
 ) -> HFModel | Decoder:
     """Load a safetensors checkpoint folder (see `resolve_checkpoint`) onto a backend.
 
@@ -46,7 +48,9 @@ def open_checkpoint(
     def load() -> Any:
         return load_module(Path(folder), DTYPES[dtype], trust_remote_code=trust_remote_code)
 
-    return open_module(load(), backend, exact=exact, max_len=max_len, lowering=lowering, reload=load)
+    return open_module(
+        load(), backend, exact=exact, max_len=max_len, lowering=lowering, quantization=quantization, reload=load
+    )
 
 
 def open_module(
@@ -56,6 +60,7 @@ def open_module(
     exact: bool = False,
     max_len: int | None = None,
     lowering: str = "auto",
+    quantization: Quantization = UNQUANTIZED,
     reload: Callable[[], Any] | None = None,
 ) -> HFModel | Decoder:
     """Take over a causal transformers model: it is changed in place, its weights given up.
@@ -66,6 +71,7 @@ def open_module(
 
     Args:
         exact: what the backend was created with.
+        quantization: which linear layers the backend keeps in fewer bits.
         reload: gives the same model once more.
 
     Raises:
@@ -76,7 +82,7 @@ def open_module(
         raise ModelError(f"exact mode is not possible on backend '{backend.capabilities().name}'")
     started = time.monotonic()
     name, limit = type(module).__name__, length_limit(module.config, max_len)
-    as_is = HFModel(_on_device(module, backend), backend, limit)
+    as_is = HFModel(_on_device(module, backend), backend, limit, quantization)
     expected = as_is.expected()  # before the backend touches the weights: it is under test too
     model: HFModel | Decoder = as_is
     if lowering == "off":
@@ -98,7 +104,7 @@ def open_module(
 def _lowered_if_understood(
     as_is: HFModel, expected: Expected, reload: Callable[[], Any] | None
 ) -> tuple[HFModel | Decoder, SelfTest]:
-    module, backend, max_len = as_is.module, as_is.backend, as_is.max_len
+    module, backend, max_len, quantization = as_is.module, as_is.backend, as_is.max_len, as_is.quantization
     name = type(module).__name__
     try:
         parts = recognise(module, as_is.calls, max_len, as_is.device)
@@ -115,7 +121,7 @@ def _lowered_if_understood(
         raise ModelError(f"{name} is not supported: its self-test failed: {outcome.reason}")
     logger.warning("model %s runs as it is: lowered, its self-test failed: %s", name, outcome.reason)
     del lowered, module, as_is
-    again = HFModel(_on_device(reload(), backend), backend, max_len)
+    again = HFModel(_on_device(reload(), backend), backend, max_len, quantization)
     again.execution = f"as is: lowered, its self-test failed: {outcome.reason}"
     return again, again.prepare(expected)
 

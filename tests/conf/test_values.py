@@ -35,6 +35,9 @@ REFUSED = [
     ("speculation.first_chance=1.5", "speculation.first_chance: expected a number in [0.0, 1.0]", "1.5"),
     ("model.max_len=0", "model.max_len: expected an integer >= 1 or null", "0"),
     ("model=/data/llama", "model: expected one of gemma3_270m", "model.path="),
+    ("precision.group_size=64", "precision.group_size=64: only w8a16 and w4a16 have groups", "not precision=auto"),
+    ("precision.quantize_head=true", "precision.quantize_head=true: precision=auto quantises nothing", ""),
+    ("precision.compute=int8", "precision.compute: expected one of auto, fp32, bf16, fp16", "'int8'"),
     ("seed=1.5", "seed: expected an integer", "'1.5'"),
     ("job.on_mismatch=ignore", "job.on_mismatch: expected one of refuse, restart", "'ignore'"),
     ("+job.defaults.temprature=1", "job.defaults.temprature: not a sampling parameter", "did you mean 'temperature'"),
@@ -45,8 +48,8 @@ REFUSED = [
     ("nonsense", "'nonsense': not an override", "key=value"),
 ]
 LATER = [
-    *[(f"precision={p}", "precision", "auto, bf16, fp16, fp32") for p in ("w8a8", "w8a16", "w4a16", "fp8")],
-    *[(f"precision.name={p}", "precision", "auto, fp32, bf16, fp16") for p in ("w8a8", "w8a16", "w4a16", "fp8")],
+    ("precision=fp8", "precision", "auto, bf16, fp16, fp32, w4a16, w8a16, w8a8"),
+    ("precision.name=fp8", "precision", "auto, fp32, bf16, fp16, w8a8, w8a16, w4a16"),
     *[
         (f"cache.dtype={d}", "cache.dtype", "auto, fp32, bf16, fp16, int8")
         for d in ("fp8", "fp8_e4m3", "fp8_e5m2", "int4")

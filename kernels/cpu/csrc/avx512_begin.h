@@ -7,6 +7,8 @@
 #include <cstring>
 #include <initializer_list>
 #include <limits>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")

@@ -7,6 +7,7 @@
 namespace pagefleet {
 extern PyMethodDef heads_methods[];
 extern PyMethodDef kv_methods[];
+extern PyMethodDef linear_methods[];
 extern PyMethodDef rows_methods[];
 extern PyMethodDef selection_methods[];
 }
@@ -45,8 +46,8 @@ PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native() {
     PyObject* module = PyModule_Create(&definition);
     if (module == nullptr) return nullptr;
-    for (PyMethodDef* table : {pagefleet::heads_methods, pagefleet::kv_methods, pagefleet::rows_methods,
-                               pagefleet::selection_methods}) {
+    for (PyMethodDef* table : {pagefleet::heads_methods, pagefleet::kv_methods, pagefleet::linear_methods,
+                               pagefleet::rows_methods, pagefleet::selection_methods}) {
         if (PyModule_AddFunctions(module, table) < 0) {
             Py_DECREF(module);
             return nullptr;
