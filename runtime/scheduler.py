@@ -288,8 +288,8 @@ class Scheduler:
             sequence = entry.sequence
             if entry.num_new > 1 or not entry.samples or sequence.num_output == 0:
                 continue
-            room = min(left, self.chunk - 1, sequence.request.max_tokens - sequence.num_output - 1)
-            draft = self.speculator.draft(sequence, room, len(self.running))
+            most = min(self.chunk, sequence.request.max_tokens - sequence.num_output, self.cache.room(sequence))
+            draft = self.speculator.draft(sequence, min(left, most - 1), len(self.running))
             if draft and self.cache.reserve(sequence, 1 + len(draft)):
                 plan.scheduled[index] = replace(entry, num_new=1 + len(draft), draft=draft)
                 left -= len(draft)

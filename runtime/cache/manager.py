@@ -158,6 +158,13 @@ class CacheManager:
             table.extend(blocks)
         return True
 
+    def room(self, sequence: Sequence) -> int:
+        """How many next tokens of a sequence could be reserved now."""
+        return min(
+            (len(table) + pool.num_free) * self.block_size - sequence.num_computed
+            for pool, table in zip(self.pools, sequence.tables, strict=True)
+        )
+
     def rollback(self, sequence: Sequence) -> None:
         """Drop the blocks that were reserved beyond the computed tokens."""
         kept = self.blocks_for(sequence.num_computed)

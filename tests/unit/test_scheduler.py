@@ -305,7 +305,9 @@ def test_drafts_take_what_prompts_leave_of_the_budget_and_no_block_that_is_missi
     driver.scheduler.rollback(plan)
     driver.scheduler.finish(driver.sequences[1])
     pool = driver.scheduler.cache.pools[0]
-    assert pool.allocate(pool.num_free - 1)
-    (entry,) = driver.scheduler.schedule().scheduled
-    assert (entry.num_new, entry.draft) == (1, ())
-    assert driver.scheduler.num_preemptions == 0
+    for left, expected in ((1, (2, 3)), (0, ())):  # blocks of two tokens; the newest token has its slot
+        assert pool.allocate(pool.num_free - left) is not None
+        plan = driver.scheduler.schedule()
+        assert [e.draft for e in plan.scheduled] == [expected]
+        driver.scheduler.rollback(plan)
+    assert driver.scheduler.num_preemptions == driver.scheduler.cache.failed_reservations == 0
