@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefleet.runtime.outputs import CompletionOutput, RequestOutput
 from pagefleet.runtime.sampling_params import SamplingParams, StructuredOutput
+from pagefleet.runtime.startup import no_collection
 
 if TYPE_CHECKING:
     from pagefleet.runtime.llm import LLM
@@ -15,7 +16,8 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Struct
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from pagefleet.runtime.llm import LLM
+        with no_collection():
+            from pagefleet.runtime.llm import LLM
 
         return LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

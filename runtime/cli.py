@@ -172,9 +172,9 @@ def _command(command: str) -> Callable[[Config], int]:
 
 
 def _batch(config: Config) -> int:
+    from pagefleet.runtime import LLM
     from pagefleet.runtime.choices import create_backend
     from pagefleet.runtime.job.batch_job import run_job
-    from pagefleet.runtime.llm import LLM
 
     chosen = create_backend(config)[1]
     return run_job(chosen, lambda: LLM.from_config(chosen), result_shaping=result_shaping(chosen))

@@ -145,7 +145,8 @@ def _measured(
             passages = [ids for part in text if len(ids := llm.tokenizer.encode(part)[:most]) > 1]
             if not passages:
                 raise ConfigError("gate.text: expected passages of at least two tokens")
-        facts = {key: llm.metrics()[key] for key in ("backend", "isa", "dtype", "scheme", "kv_dtype", "kernels")}
+        wanted = ("backend", "isa", "dtype", "scheme", "kv_dtype", "kernels", "execution")
+        facts = {key: llm.metrics()[key] for key in wanted}
         return trace(llm.model, passages, llm.kv_dtype), facts, passages
     finally:
         llm.close()

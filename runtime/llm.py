@@ -28,6 +28,7 @@ from pagefleet.runtime.model.quantize import Quantization
 from pagefleet.runtime.outputs import RequestOutput
 from pagefleet.runtime.runner import Runner
 from pagefleet.runtime.sampling_params import SamplingParams
+from pagefleet.runtime.startup import no_collection
 from pagefleet.runtime.text.chat import render_chat
 from pagefleet.runtime.text.tokenizer import Tokenizer
 
@@ -114,6 +115,7 @@ class LLM:
         llm._load(config)
         return llm
 
+    @no_collection()
     def _load(self, config: Config) -> None:
         if not config.model.path:
             raise ConfigError("model.path: expected a checkpoint folder, a .gguf file or a hub id, got nothing")

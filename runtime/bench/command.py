@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 def run_bench(config: Config) -> int:
     """Measure, print, and return 0, or 1 if a request failed."""
-    from pagefleet.runtime.llm import LLM
+    from pagefleet.runtime import LLM
 
     workloads = chosen(config.bench, config.seed)
     text = read_text(config.bench.text)

@@ -11,7 +11,7 @@ from typing import Any
 from pagefleet.runtime.outputs import RequestOutput
 from pagefleet.runtime.sampling_params import SamplingParams
 
-_FACTS = ("backend", "isa", "kernels", "dtype", "kv_dtype")
+_FACTS = ("backend", "isa", "kernels", "dtype", "kv_dtype", "execution")
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,8 @@ def summary_text(summary: Mapping[str, Any], output: Path) -> str:
     measures = [text for text in (_measure(summary, *m) for m in _MEASURES) if text]
     if measures:
         lines.append(", ".join(measures))
+    if summary.get("execution"):
+        lines.append(f"model run {summary['execution']}")
     return "\n".join(lines)
 
 

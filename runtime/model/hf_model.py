@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from pagefleet.backends import host
 from pagefleet.backends.base import AttentionArgs, Backend, KVGroup
 from pagefleet.runtime.errors import ModelError
 
@@ -70,12 +71,12 @@ class HFModel:
         Raises:
             ModelError: the self-test failed.
         """
-        set_attention(self.module, PAGED)
         if self.quantization.scheme is None:
             self.backend.prepare_model(self.module)
         else:
             scheme_of = scheme_of_modules(self.quantization, self.module, self._base)
             self.backend.prepare_model(self.module, scheme_of)
+        host.return_unused_memory()
         self._head = _head_alone(self.module)
         self.vocab_size = expected.logits[0].shape[-1]
         outcome = run_self_test(self, expected)
@@ -122,7 +123,9 @@ class HFModel:
         def run(ids: torch.Tensor, positions: torch.Tensor) -> Any:
             return self._base(input_ids=ids, position_ids=positions, **self._extra).last_hidden_state
 
-        return record_attention(self.module, run, self.device)
+        calls = record_attention(self.module, run, self.device)
+        set_attention(self.module, PAGED)
+        return calls
 
 
 class _PagedStep:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pagefleet.backends import host
 from pagefleet.backends.base import AttentionArgs, Backend
 from pagefleet.backends.ops import Linear, Norm
 
@@ -93,6 +94,7 @@ def build(parts: Recognised, model: HFModel) -> Decoder:
     layers: list[Layer] = []
     while parts.layers:  # emptied as it goes: a layer's own weights are free before the next one's are packed
         layers.append(_packed(parts.layers.pop(0), backend, kept, model.quantization.scheme))
+        host.return_unused_memory()  # small weights come from arenas that the packed ones are not taken from
     return Decoder(
         backend,
         parts.layout,

@@ -217,7 +217,11 @@ def projection(before: Sequence[Call], attended: Attended, outside: Sequence[Cal
     linears = [c for c in before if is_linear(c)]
     if not linears or any(not same(c.input, linears[0].input) for c in linears):
         raise NotUnderstood("queries, keys and values do not come from one input by linear layers")
-    norms = [c for c in before[before.index(linears[0]) :] if is_norm(c)]
+    between = [c for c in before[before.index(linears[0]) :] if not is_linear(c)]
+    norms = [c for c in between if is_norm(c)]
+    for call in between:
+        if call not in norms:
+            raise NotUnderstood(f"{call.name} ({type(call.module).__name__}) between projection and attention")
     x = linears[0].input.reshape(-1, linears[0].input.shape[-1])
     head_dim = attended.query.shape[-1]
     errors = []

@@ -19,7 +19,7 @@ from .attention import PAGED, attending, set_attention
 TOKENS = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """One call of a module that no other recorded module made.
 
