@@ -1,8 +1,9 @@
-"""The CPU backend: gathered blocks and torch's attention, prepacked products, a fixed-tile exact mode."""
+"""The CPU backend: compiled kernels where there are any, prepacked products, a fixed-tile exact mode."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
@@ -22,11 +23,10 @@ from ..modules import SchemeOf, replace_linears
 from ..pool import BlockPool, allocate_pool, copy_blocks, out_of_memory_as_error, padded_block_bytes
 from ..schemes import SCHEMES
 from . import host
-from .attention import Scratch, attention
-from .exact_attention import exact_attention
+from .native_attention import NativeAttention
 from .native_ops import NativeOps
 from .ops import CpuOps
-from .plan import CpuPlan, make_plan
+from .torch_attention import TorchAttention
 
 logger = logging.getLogger(__name__)
 _reasons_told: set[str] = set()
@@ -52,9 +52,9 @@ class CpuBackend:
             raise BackendError(f"backend.threads must be at least 1, not {threads}; leave it unset for {usable}")
         torch.set_num_threads(threads)
         self.exact = options.exact
-        self._scratch = Scratch()
         native = native_kernels()
         self._ops = CpuOps(self, options.exact) if native is None else NativeOps(self, native, options.exact)
+        self._attention: Any = TorchAttention(options.exact) if native is None else NativeAttention(native, host.isa())
 
     def capabilities(self) -> Capabilities:
         """What it can do here. bf16 comes first only where the processor multiplies it faster than fp32."""
@@ -65,11 +65,10 @@ class CpuBackend:
             isa=host.isa(),
             compute_dtypes=dtypes,
             packed_dtypes=self._ops.packed_dtypes,
-            kv_dtypes=("fp32", "bf16", "fp16"),
+            kv_dtypes=self._attention.kv_dtypes,
             schemes=SCHEMES,
             kernels={
-                "attention": "torch, fixed tiles" if self.exact else "torch, gathered blocks",
-                "write_kv": "torch",
+                **self._attention.kernels,
                 "copy_blocks": "torch",
                 **self._ops.kernels,
             },
@@ -82,11 +81,12 @@ class CpuBackend:
 
     def block_bytes(self, group: KVGroup) -> int:
         """See `Backend.block_bytes`."""
-        return padded_block_bytes(group, "cpu", self.capabilities().kv_dtypes)
+        return padded_block_bytes(group, "cpu", self._attention.kv_dtypes)
 
     def allocate_pool(self, group: KVGroup, num_blocks: int) -> BlockPool:
         """A zeroed pool, whose pages are taken as blocks are first written. Raises OutOfMemory."""
-        return allocate_pool(group, num_blocks, self.block_bytes(group), torch.device("cpu"), self.memory().free)
+        size, free = self.block_bytes(group), self.memory().free
+        return self._attention.pool(allocate_pool(group, num_blocks, size, torch.device("cpu"), free))
 
     def copy_blocks(self, pool: KVPool, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, every read before any write. Raises BackendError for a destination named twice."""
@@ -102,26 +102,18 @@ class CpuBackend:
         """See `Backend.ops`."""
         return self._ops
 
-    def plan(self, batch: AttentionBatch, pools: tuple[KVPool, ...]) -> CpuPlan:
-        """Lay the step out; what depends on a group's window is worked out once, when a layer first asks."""
-        return make_plan(batch, pools)  # type: ignore[arg-type]
+    def plan(self, batch: AttentionBatch, pools: tuple[KVPool, ...]) -> Any:
+        """Lay the step out. Raises BackendError for a step that contradicts itself."""
+        return self._attention.plan(batch, pools)
 
-    def write_kv(self, plan: CpuPlan, group: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write_kv(self, plan: Any, group: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys [T, Hkv, D] and values [T, Hkv, Dv] in the slots of the step."""
-        pool, (blocks, offsets, keep) = plan.pools[group], plan.write_slots[group]
-        for cache, new in ((pool.keys[layer], key), (pool.values[layer], value)):
-            cache[blocks, offsets] = (new if keep is None else new[keep]).to(cache.dtype)
+        self._attention.write_kv(plan, group, layer, key, value)
 
-    def attention(
-        self, plan: CpuPlan, group: int, layer: int, query: torch.Tensor, args: AttentionArgs
-    ) -> torch.Tensor:
+    def attention(self, plan: Any, group: int, layer: int, query: torch.Tensor, args: AttentionArgs) -> torch.Tensor:
         """Causal attention of query [T, Hq, D]; returns [T, Hq, Dv]."""
         with out_of_memory_as_error():
-            if self.exact:
-                return exact_attention(plan, group, layer, query, args, self._scratch)
-            pool = plan.pools[group]
-            plan_of_group = plan.group(group, args.window)
-            return attention(plan_of_group, pool.keys[layer], pool.values[layer], query, args, self._scratch)
+            return self._attention.attention(plan, group, layer, query, args)
 
     def synchronize(self) -> None:
         """Nothing runs ahead on a CPU."""

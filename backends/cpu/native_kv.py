@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from pagefleet.kernels.cpu import NativeKernels
@@ -11,28 +13,39 @@ from ..base import BackendError
 from ..pool import BlockPool
 
 
-class NativeLayers:
-    """Descriptions of the layers of one pool: int64 arrays that csrc/kv_cache.h reads as `KvLayer`."""
+@dataclass
+class NativePool(BlockPool):
+    """A pool with descriptions of its layers, int64 arrays that csrc/kv_cache.h reads as `KvLayer`.
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._arrays: dict[int, torch.Tensor] = {}
-        self.addresses: dict[int, int] = {}
-        for layer in pool.group.layers:
-            views = [x.get(layer.layer) for x in (pool.keys, pool.values, pool.key_scales, pool.value_scales)]
-            array = torch.tensor(
+    Attributes:
+        addresses: layer -> address of its description, good as long as the pool is.
+    """
+
+    addresses: dict[int, int] = field(default_factory=dict)
+    _descriptions: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for layer in self.group.layers:
+            views = [x.get(layer.layer) for x in (self.keys, self.values, self.key_scales, self.value_scales)]
+            description = torch.tensor(
                 [
-                    TYPES[pool.keys[layer.layer].dtype],
-                    pool.num_blocks,
-                    pool.group.block_size,
-                    pool.data.stride(0),
+                    TYPES[self.keys[layer.layer].dtype],
+                    self.num_blocks,
+                    self.group.block_size,
+                    self.data.stride(0),
                     layer.num_kv_heads,
                     layer.head_dim,
                     layer.value_head_dim,
                     *(0 if view is None else view.data_ptr() for view in views),
                 ]
             )
-            self._arrays[layer.layer] = array
-            self.addresses[layer.layer] = array.data_ptr()
+            self._descriptions[layer.layer] = description
+            self.addresses[layer.layer] = description.data_ptr()
+
+    @classmethod
+    def of(cls, pool: BlockPool) -> NativePool:
+        """The same pool, over the same memory."""
+        return cls(**vars(pool))
 
 
 def rows_of_heads(x: torch.Tensor) -> torch.Tensor:

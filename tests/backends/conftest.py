@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from pagefleet.backends import registry
+from pagefleet.backends import host, registry
 from pagefleet.backends.base import (
     AttentionArgs,
     AttentionBatch,
@@ -17,16 +17,20 @@ from pagefleet.backends.base import (
     KVGroup,
     LayerKV,
 )
-from pagefleet.kernels.reference import paged_attention
+from pagefleet.kernels.reference import paged_attention, quantize_int8
 
 AVAILABLE = [name for name, found in registry.probe_all().items() if found.available]
+NO_KERNELS = "cpu without compiled kernels"
 EXPECTED = {}  # what every backend and block size is compared with does not depend on them
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.fixture(params=AVAILABLE)
-def backend_name(request):
-    return request.param
+@pytest.fixture(params=[*AVAILABLE, NO_KERNELS])
+def backend_name(request, monkeypatch):
+    if request.param != NO_KERNELS:
+        return request.param
+    monkeypatch.setenv(host.ISA_ENV, "generic")
+    return "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +71,7 @@ class World:
         self.tables = torch.zeros(len(sequences), max(1, *counts), dtype=torch.int32)
         for s, own in enumerate(order[: sum(counts)].split(counts)):
             self.tables[s, : len(own)] = own
-        if poison:  # all ones is NaN in fp32, bf16 and fp16
+        if poison:  # all ones is NaN in fp32 (the scales of int8 too), bf16 and fp16
             self.pool.data.fill_(255)
 
     def step(self, work, args, layer=0, write=True, tables=None):
@@ -99,7 +103,7 @@ class World:
         return list(out.cpu().split(counts))
 
     def expected(self, work, args):
-        """The same from the specification, in float64, from what the KV dtype can hold; worked out once a session."""
+        """The same from the specification, in float64, from what the KV dtype keeps; worked out once a session."""
         sinks = None if args.sinks is None else tuple(args.sinks.tolist())
         inputs = tuple((x.values.shape, x.queries.shape, float(x.keys.double().sum())) for x in self.sequences)
         key = (inputs, self.group.dtype, tuple(work), args.scale, args.window, args.softcap, sinks)
@@ -107,13 +111,20 @@ class World:
             EXPECTED[key] = self._expected(work, args)
         return EXPECTED[key]
 
+    def _kept(self, x):
+        """x as it comes back from the cache, in float64."""
+        if self.group.dtype != "int8":
+            return x.to(TORCH_DTYPES[self.group.dtype]).double()
+        quantized, scale = quantize_int8(x)
+        return quantized.double() * scale[..., None].double()
+
     def _expected(self, work, args):
-        held = TORCH_DTYPES[self.group.dtype]
         outputs = []
         for s, first, last in work:
             x = self.sequences[s]
             keys, values = (
-                torch.cat([torch.full_like(y[:1], torch.nan), y.to(held)])[:, None].double() for y in (x.keys, x.values)
+                torch.cat([torch.full_like(y[:1], torch.nan).double(), self._kept(y)])[:, None]
+                for y in (x.keys, x.values)
             )
             outputs.append(
                 paged_attention(

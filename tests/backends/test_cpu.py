@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pagefleet.backends.base import KVGroup, LayerKV, OutOfMemory, out_of_memory_as_error
-from pagefleet.backends.cpu import attention, plan
+from pagefleet.backends.cpu import plan
 from pagefleet.backends.cpu.linear import can_pack
 
 
@@ -35,10 +35,10 @@ def test_a_failed_allocation_in_a_step_is_out_of_memory(cpu, make_world, args_of
     def fail(*_args, **_kwargs):
         raise failure
 
-    monkeypatch.setattr(attention.Scratch, "take", fail)
+    monkeypatch.setattr(cpu._attention, "attention", fail)
     with pytest.raises(OutOfMemory):
         world.step([(0, 0, 5)], args_of(16))
-    monkeypatch.setattr(attention.Scratch, "take", lambda *_: (_ for _ in ()).throw(RuntimeError("shape mismatch")))
+    monkeypatch.setattr(cpu._attention, "attention", lambda *_: (_ for _ in ()).throw(RuntimeError("shape mismatch")))
     with pytest.raises(RuntimeError, match="shape mismatch"):
         world.step([(0, 0, 5)], args_of(16))
 

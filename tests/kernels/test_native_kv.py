@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from pagefleet.backends.base import BackendError, KVGroup, LayerKV
-from pagefleet.backends.cpu.native_kv import NativeLayers, write_kv
-from pagefleet.backends.pool import BlockPool, padded_block_bytes, with_views
+from pagefleet.backends.cpu.native_kv import NativePool, write_kv
+from pagefleet.backends.pool import padded_block_bytes, with_views
 from pagefleet.kernels import reference
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def poisoned_pool(dtype: str, block_size: int, layers: tuple[LayerKV, ...]) -> BlockPool:
+def poisoned_pool(dtype: str, block_size: int, layers: tuple[LayerKV, ...]) -> NativePool:
     group = KVGroup(layers, None, dtype, block_size)
-    return with_views(group, torch.full((9, padded_block_bytes(group, "cpu")), 255, dtype=torch.uint8))
+    data = torch.full((9, padded_block_bytes(group, "cpu")), 255, dtype=torch.uint8)
+    return NativePool.of(with_views(group, data))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8"])
@@ -39,24 +40,23 @@ def test_native_write_kv_leaves_the_bytes_of_the_reference(
     reference.write_kv(
         key, value, theirs.keys[1], theirs.values[1], slots, theirs.key_scales.get(1), theirs.value_scales.get(1)
     )
-    layers_of = NativeLayers(ours)
-    write_kv(native, layers_of.addresses[1], slots, key, value)
+    write_kv(native, ours.addresses[1], slots, key, value)
     assert torch.equal(ours.data, theirs.data)
 
 
 def test_a_slot_past_the_pool_is_refused_before_anything_is_written(native: Any) -> None:
     pool = poisoned_pool("fp32", 4, (LayerKV(0, 1, 8, 8),))
-    new, layers = torch.randn(2, 1, 8), NativeLayers(pool)
+    new = torch.randn(2, 1, 8)
     with pytest.raises(IndexError, match="slot 36 lies past the last block: the pool has 9 blocks of 4 tokens"):
-        write_kv(native, layers.addresses[0], torch.tensor([5, 36]), new, new)
+        write_kv(native, pool.addresses[0], torch.tensor([5, 36]), new, new)
     assert bool((pool.data == 255).all())
 
 
 def test_keys_and_values_of_different_dtypes_are_refused(native: Any) -> None:
-    layers = NativeLayers(poisoned_pool("fp32", 4, (LayerKV(0, 1, 8, 8),)))
+    pool = poisoned_pool("fp32", 4, (LayerKV(0, 1, 8, 8),))
     new = torch.randn(1, 1, 8)
     with pytest.raises(BackendError, match="one float dtype"):
-        write_kv(native, layers.addresses[0], torch.tensor([5]), new, new.half())
+        write_kv(native, pool.addresses[0], torch.tensor([5]), new, new.half())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

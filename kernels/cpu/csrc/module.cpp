@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 namespace pagefleet {
+extern PyMethodDef attention_methods[];
 extern PyMethodDef heads_methods[];
 extern PyMethodDef kv_methods[];
 extern PyMethodDef linear_methods[];
@@ -46,7 +47,8 @@ PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native() {
     PyObject* module = PyModule_Create(&definition);
     if (module == nullptr) return nullptr;
-    for (PyMethodDef* table : {pagefleet::heads_methods, pagefleet::kv_methods, pagefleet::linear_methods,
+    for (PyMethodDef* table : {pagefleet::attention_methods, pagefleet::heads_methods, pagefleet::kv_methods,
+                               pagefleet::linear_methods,
                                pagefleet::rows_methods, pagefleet::selection_methods}) {
         if (PyModule_AddFunctions(module, table) < 0) {
             Py_DECREF(module);

@@ -1,0 +1,15 @@
+#include <limits>
+#include <type_traits>
+
+#include "avx512_begin.h"
+#include "attention.h"
+#include "rows.h"
+#include "vec.h"
+#include "loops.h"
+#include "attention_math.h"
+#include "attention_impl.h"
+
+namespace pagefleet {
+namespace k = avx512;
+const AttentionKernels attention_avx512 = {k::scratch_bytes<k::Fp32>, k::run_item<k::Fp32>, k::fold<k::Fp32>};
+}  // namespace pagefleet
