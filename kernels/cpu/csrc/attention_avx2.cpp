@@ -3,7 +3,7 @@
 
 #include "avx2_begin.h"
 #include "attention.h"
-#include "rows.h"
+#include "parallel.h"
 #include "vec.h"
 #include "loops.h"
 #include "attention_math.h"
