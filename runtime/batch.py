@@ -33,7 +33,7 @@ def build_batch(plan: StepPlan, block_size: int, device: str = "cpu") -> Batch:
     new = np.array([e.num_new for e in entries], dtype=np.int64)
     starts = np.zeros(len(entries) + 1, dtype=np.int64)
     np.cumsum(new, out=starts[1:])
-    token_ids = np.concatenate([np.asarray(e.token_ids, dtype=np.int64) for e in entries])
+    token_ids = np.array([token for e in entries for token in e.token_ids], dtype=np.int64)
     first = np.array([e.start for e in entries], dtype=np.int64)
     row_of = np.repeat(np.arange(len(entries)), new)
     positions = np.arange(starts[-1]) - starts[row_of] + first[row_of]
@@ -46,7 +46,7 @@ def build_batch(plan: StepPlan, block_size: int, device: str = "cpu") -> Batch:
         tables = [e.sequence.tables[group] for e in entries]
         block_tables = np.zeros((len(entries), max(len(t) for t in tables)), dtype=np.int32)
         for row, table in enumerate(tables):
-            block_tables[row, : len(table)] = table
+            block_tables[row, : len(table)] = np.frombuffer(table, dtype=np.int32)
         slots = block_tables[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
         groups.append(GroupTables(on_device(slots), on_device(block_tables)))
     sampling = [e for e in entries if e.samples]

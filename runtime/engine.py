@@ -16,7 +16,7 @@ from pagefleet.runtime.errors import ErrorCode, RequestError
 from pagefleet.runtime.intake import Intake
 from pagefleet.runtime.metrics import EngineMetrics
 from pagefleet.runtime.outputs import OutputError, RequestOutput
-from pagefleet.runtime.request import Request, Sequence, Status
+from pagefleet.runtime.request import Request, Sequence, Status, TokensAfter
 from pagefleet.runtime.results import request_output
 from pagefleet.runtime.runner import Runner
 from pagefleet.runtime.sampling.logprobs import prompt_logprobs
@@ -145,18 +145,23 @@ class Engine:
         return ended
 
     def _run_step(self) -> None:
-        started = time.monotonic()
+        started, clock = time.monotonic(), self.metrics.clock
+        clock.start()
         plan = self.scheduler.schedule()
+        clock.end_of("schedule")
         if not plan.scheduled:
             self._nothing_scheduled()
             return
         try:
             with out_of_memory_as_error():
                 batch = build_batch(plan, self.cache.block_size, self._device)
+                clock.end_of("batch")
                 hidden = self.runner.forward(batch)
+                clock.end_of("model")
                 self._score_prompts(plan, hidden)
                 draws = self._draws(batch)
                 sampled = self._sample(batch, hidden, draws)
+                clock.end_of("sampling")
         except OutOfMemory as error:
             self.scheduler.rollback(plan)
             self._give_something_up(plan, error)
@@ -165,6 +170,7 @@ class Engine:
             self.scheduler.rollback(plan)
             raise
         self.commit(plan, draws, sampled)
+        clock.end_of("commit")
         self.metrics.step(time.monotonic() - started, self.cache.utilization(), self._fragmentation())
 
     def commit(self, plan: StepPlan, draws: list[Draw], sampled: list[Sampled]) -> None:
@@ -204,7 +210,9 @@ class Engine:
     def _sample(self, batch: Batch, hidden: torch.Tensor, draws: list[Draw]) -> list[Sampled]:
         if not draws:
             return []
+        self.metrics.clock.end_of("sampling")
         logits = self.runner.logits(hidden, batch.sample_rows)
+        self.metrics.clock.end_of("model")
         if len(draws) != len(logits):
             logits = logits[torch.tensor([d.row for d in draws], device=logits.device)]
         return self._sampler.sample(logits, [self._sampling_row(d) for d in draws])
@@ -215,7 +223,7 @@ class Engine:
         return SamplingRow(
             params=sequence.request.params,
             prompt_token_ids=sequence.request.prompt_token_ids,
-            output_token_ids=[*sequence.output_token_ids, *draw.ahead],
+            output_token_ids=TokensAfter(sequence.token_ids, sequence.num_prompt, draw.ahead),
             seed=sequence.seed,
             eos_token_ids=self._eos,
             bad_word_ids=sequence.request.bad_word_ids,

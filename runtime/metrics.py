@@ -35,6 +35,36 @@ class Latencies:
         return {f"p{p}": ordered[min(len(ordered) * p // 100, len(ordered) - 1)] for p in (50, 90, 99)}
 
 
+PHASES = ("schedule", "batch", "model", "sampling", "commit")  # of a step, in order
+
+
+class StepClock:
+    """Where the time of the steps goes: seconds by phase.
+
+    On a device that works asynchronously, "model" is the time to launch it and "sampling" waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._last = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._last = time.perf_counter()
+
+    def end_of(self, phase: str) -> None:
+        """A phase has ended: what passed since the last call was spent in it."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._last
+        self._last = now
+
+    @property
+    def overhead(self) -> float:
+        """Share of the time that is not the model's."""
+        total = sum(self.seconds.values())
+        return 1.0 - self.seconds["model"] / total if total else 0.0
+
+
 @dataclass
 class EngineMetrics:
     """What an engine counted since it was made."""
@@ -53,6 +83,7 @@ class EngineMetrics:
     utilization_sum: float = 0.0
     utilization_peak: float = 0.0
     fragmentation_sum: float = 0.0
+    clock: StepClock = field(default_factory=StepClock)
 
     def step(self, seconds: float, utilization: float, fragmentation: float) -> None:
         """One step ended: its duration, and the shares of used blocks and of unused slots in them."""
@@ -86,6 +117,8 @@ class EngineMetrics:
             "acceptance_rate": self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None,
             "steps": self.steps,
             "busy_seconds": self.busy_seconds,
+            "step_seconds_by_phase": dict(self.clock.seconds),
+            "step_overhead": self.clock.overhead,
             "block_utilization": self.utilization_sum / steps,
             "block_utilization_peak": self.utilization_peak,
             "fragmentation": self.fragmentation_sum / steps,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from array import array
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from pagefleet.runtime.outputs import Logprob
 from pagefleet.runtime.sampling_params import SamplingParams
@@ -13,6 +16,38 @@ from pagefleet.runtime.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from pagefleet.runtime.speculation.speculator import Guesser
     from pagefleet.runtime.text.detokenizer import Detokenizer
+
+
+class TokensAfter(Listed[int]):
+    """The tokens of a list from `start` on and some that follow it, without a copy until they are read.
+
+    A step needs their number for every row and the tokens for few. It must be read before the list grows.
+    """
+
+    __slots__ = ("_ahead", "_start", "_tokens")
+
+    def __init__(self, tokens: list[int], start: int, ahead: tuple[int, ...] = ()) -> None:
+        self._tokens, self._start, self._ahead = tokens, start, ahead
+
+    def __len__(self) -> int:
+        return len(self._tokens) - self._start + len(self._ahead)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return [*self._tokens[self._start :], *self._ahead][index]
+
+
+def block_table(blocks: Iterable[int] = ()) -> array[int]:
+    """A block table that holds `blocks`."""
+    return array("i", blocks)
 
 
 class Status(Enum):
@@ -31,7 +66,8 @@ class Sequence:
         number: unique and increasing within an engine; also the order of arrival.
         num_computed: leading tokens whose KV is in the cache.
         hashes: prefix hashes of the full blocks so far, extended as tokens arrive.
-        tables: per KV group, the block numbers in logical order (0 where a window slid past).
+        tables: per KV group, the block numbers in logical order (0 where a window slid past); arrays of C integers,
+            which a batch takes over without converting them.
     """
 
     request: Request
@@ -43,7 +79,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     hashes: list[bytes] = field(default_factory=list)
-    tables: list[list[int]] = field(default_factory=list)
+    tables: list[array[int]] = field(default_factory=list)
     detokenizer: Detokenizer | None = None
     grammar: Any = None
     guesser: Guesser | None = None

@@ -169,7 +169,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that can run once there is room."""
-        sequence.tables = [[] for _ in self.cache.pools]
+        sequence.tables = self.cache.no_blocks()
         self.waiting.add(sequence)
 
     def holds(self, now: float, more_expected: bool) -> bool:
@@ -232,7 +232,7 @@ class Scheduler:
 
     def fork(self, parent: Sequence, child: Sequence, copies: list[list[tuple[int, int]]]) -> None:
         """Start `child` from its parent's cache; without a free block or place it waits and recomputes."""
-        child.tables = [[] for _ in self.cache.pools]
+        child.tables = self.cache.no_blocks()
         if len(self.running) < self.config.max_sequences and self.cache.fork(parent, child, copies):
             child.status = Status.RUNNING
             self._insert(child)

@@ -118,6 +118,8 @@ def _print_report(report: dict[str, Any]) -> None:
     for key in ("time_to_first_token_s", "inter_token_latency_s", "request_latency_s"):
         shown = " / ".join("-" if v is None else f"{v * 1000:.1f}" for v in report[key].values())
         table.add_row(f"{key.removesuffix('_s').replace('_', ' ')}, ms (p50 / p90 / p99)", shown)
+    if "step_overhead" in report:
+        table.add_row("of the steps' time not in the model", f"{report['step_overhead']:.1%}")
     if "peak_memory_bytes" in report:
         table.add_row("peak memory of the process", format_size(report["peak_memory_bytes"]))
     console = Console()

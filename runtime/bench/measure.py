@@ -60,7 +60,11 @@ def summarize(runs: Sequence[Run], metrics: dict[str, Any]) -> dict[str, Any]:
         "total_tokens_per_s": (prompt + generated) / per_run,
         "kv_hit_rate": cached / prompt if prompt else 0.0,
         **latencies(good),
-        **{key: metrics[key] for key in (*_FACTS, "peak_memory_bytes", "preemptions") if key in metrics},
+        **{
+            key: metrics[key]
+            for key in (*_FACTS, "peak_memory_bytes", "preemptions", "step_overhead")
+            if key in metrics
+        },
     }
 
 

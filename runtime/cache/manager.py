@@ -6,12 +6,13 @@ Blocks are only ever appended to a sequence's tables between `reserve` and `comm
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from pagefleet.runtime.cache.block_pool import NULL_BLOCK, BlockPool
 from pagefleet.runtime.cache.prefix import extend_hashes, root_hash
 from pagefleet.runtime.memory_plan import blocks_for, largest, most_blocks
-from pagefleet.runtime.request import Sequence
+from pagefleet.runtime.request import Sequence, block_table
 
 Copies = list[list[tuple[int, int]]]
 
@@ -114,7 +115,7 @@ class CacheManager:
             for block in table:
                 if block != NULL_BLOCK:
                     pool.acquire(block)
-        sequence.tables = [list(table) for table in hit.tables]
+        sequence.tables = [block_table(table) for table in hit.tables]
         sequence.num_computed = hit.num_tokens
         sequence.num_cached = max(sequence.num_cached, min(hit.num_tokens, sequence.num_prompt))
 
@@ -144,6 +145,8 @@ class CacheManager:
         """Append the blocks that the next `num_new` tokens need, in every group or in none."""
         self.reservations += 1
         wanted = self.blocks_for(sequence.num_computed + num_new)
+        if all(len(table) >= wanted for table in sequence.tables):
+            return True
         taken: list[list[int]] = []
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             blocks = pool.allocate(max(wanted - len(table), 0))
@@ -177,7 +180,7 @@ class CacheManager:
         first = sequence.num_computed // self.block_size
         sequence.num_computed += num_new
         full = sequence.num_computed // self.block_size
-        if self.prefix_caching:
+        if self.prefix_caching and full > first:
             self._hash(sequence, sequence.num_computed)
             for index in range(first, full):
                 tokens = self._block_tokens(sequence, index)
@@ -210,7 +213,7 @@ class CacheManager:
             for block in table[:full]:
                 if block != NULL_BLOCK:
                     pool.acquire(block)
-            child.tables.append(list(table[:full]))
+            child.tables.append(table[:full])
             if has_tail:
                 child.tables[group].append(tails[group])
                 copies[group].append((table[full], tails[group]))
@@ -225,7 +228,7 @@ class CacheManager:
             for block in reversed(table):
                 if block != NULL_BLOCK:
                     pool.release(block)
-        sequence.tables = [[] for _ in self.pools]
+        sequence.tables = self.no_blocks()
         sequence.num_computed = 0
 
     # -- measures ------------------------------------------------------------------------------------------------
@@ -233,6 +236,10 @@ class CacheManager:
     def utilization(self) -> float:
         """Share of all blocks that sequences refer to."""
         return sum(p.num_used for p in self.pools) / max(sum(p.capacity for p in self.pools), 1)
+
+    def no_blocks(self) -> list[array[int]]:
+        """The tables of a sequence without blocks, one per KV group."""
+        return [block_table() for _ in self.pools]
 
     def check(self) -> None:
         """AssertionError if any pool is inconsistent."""

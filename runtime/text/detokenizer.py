@@ -8,6 +8,9 @@ It is computed as `tokenizers.decoders.DecodeStream` does, by decoding a short w
 because it cannot keep the promise above: it repeats the whole prompt if that ends inside a character (vllm#48853), and
 stops with an error on byte-fallback tokens that form no character (vllm#17448), since it takes text as final that the
 next byte token changes.
+
+Without stop strings nothing needs the text token by token: tokens are then kept until the text is read, and decoded
+together.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pagefleet.runtime.text.tokenizer import Tokenizer
 
 _CONTEXT = 8  # tokens kept before new ones: more than the 4 bytes of a character, so its start is always inside
 _WINDOW = 32  # the window is cut back to its context when it is longer
+_MOST_QUEUED = 256  # tokens that wait to be decoded together
 _REPLACEMENT = "\ufffd"
 
 
@@ -51,6 +55,7 @@ class Detokenizer:
         self._longest_stop = max((len(s) for s in self._stop), default=1)
         self._min_tokens = min_tokens
         self._num_pushed = 0
+        self._queued: list[int] = []
         self._window = self._last_context(prompt_ids)
         text = self._decode(self._window)
         self._settled_chars = self._settled(text)  # of the window's text: final, and counted
@@ -63,11 +68,13 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """All text so far, cut at the stop string."""
+        self._decode_queued()
         return self._final + self._pending
 
     @property
     def emitted(self) -> str:
         """The part of `text` that is safe to stream: final, and without any part of a stop string."""
+        self._decode_queued()
         if self._ended:
             return self._final
         held = 0 if self._include_stop else self._longest_stop - 1
@@ -80,17 +87,15 @@ class Detokenizer:
         self._num_pushed += 1
         if token_id in self._skipped or not self._tokenizer.has_token(token_id):
             return None
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        searched = len(self._final)
-        self._settle(text)
-        if self._stop and self._num_pushed > self._min_tokens:
-            complete = self.text
-            if token_id not in self._bytes or self._pending.endswith(_REPLACEMENT):
-                complete = self._final
-            self._cut(complete, searched)
-        if len(self._window) > _WINDOW:
-            self._shorten()
+        self._queued.append(token_id)
+        if self._stop or len(self._queued) >= _MOST_QUEUED:
+            searched = len(self._final)
+            self._decode_queued()
+            if self._stop and self._num_pushed > self._min_tokens:
+                complete = self._final + self._pending
+                if token_id not in self._bytes or self._pending.endswith(_REPLACEMENT):
+                    complete = self._final
+                self._cut(complete, searched)
         return self._stopped
 
     def finish(self) -> str | None:
@@ -99,12 +104,22 @@ class Detokenizer:
         Returns the stop string that this completes, if any.
         """
         if not self._ended:
+            self._decode_queued()
             searched = len(self._final)
-            self._final, self._pending = self.text, ""
+            self._final, self._pending = self._final + self._pending, ""
             if self._stop and self._num_pushed > self._min_tokens:
                 self._cut(self._final, searched)
             self._ended = True
         return self._stopped
+
+    def _decode_queued(self) -> None:
+        if not self._queued:
+            return
+        self._window += self._queued
+        self._queued = []
+        self._settle(self._decode(self._window))
+        if len(self._window) > _WINDOW:
+            self._shorten()
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)

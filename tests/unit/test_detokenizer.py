@@ -112,6 +112,19 @@ def test_a_long_output_is_decoded_in_a_short_window(byte_level):
     assert max(decoded) <= 40
 
 
+def test_without_stop_strings_tokens_are_decoded_together_and_give_the_same_text(byte_level):
+    output = byte_level.encode(MIXED * 100, add_special_tokens=False)
+    decodes = []
+    detokenizer = Detokenizer(byte_level, output)
+    inner = detokenizer._decode
+    detokenizer._decode = lambda ids: decodes.append(len(ids)) or inner(ids)
+    for token_id in output:
+        detokenizer.push(token_id)
+    assert len(decodes) < len(output) / 50
+    detokenizer.finish()
+    assert detokenizer.text == MIXED * 100
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_ids_give_the_full_decode_and_emitted_text_stays(tokenizer, data):
@@ -121,6 +134,13 @@ def test_any_ids_give_the_full_decode_and_emitted_text_stays(tokenizer, data):
     prompt, output, skip = data.draw(ids), data.draw(ids), data.draw(st.booleans())
     text = run(Detokenizer(tokenizer, prompt, skip_special_tokens=skip), output)
     assert text == full_text(tokenizer, prompt, output, skip)
+    seldom = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    for token_id in output:
+        seldom.push(token_id)
+        if data.draw(st.booleans()):
+            assert text.startswith(seldom.emitted)
+    seldom.finish()
+    assert seldom.text == text, "when the text is read changed it"
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -161,6 +161,17 @@ def test_generate_twice_on_one_engine_gives_the_same_and_hits_the_cache(llama: s
     assert 0 < llm.metrics()["kv_hit_rate"] < 1
 
 
+def test_metrics_tell_where_the_time_of_the_steps_went(llama: str, make: Callable[..., LLM]) -> None:
+    llm = make(llama)
+    llm.generate(PROMPTS, GREEDY)
+    metrics = llm.metrics()
+    spent = metrics["step_seconds_by_phase"]
+    assert list(spent) == ["schedule", "batch", "model", "sampling", "commit"]
+    assert all(seconds > 0 for seconds in spent.values())
+    assert sum(spent.values()) <= metrics["busy_seconds"] * 1.01
+    assert metrics["step_overhead"] == pytest.approx(1 - spent["model"] / sum(spent.values()))
+
+
 def test_the_same_seed_repeats_draws_vary_by_step_and_neighbours_do_not_matter(
     llama: str, make: Callable[..., LLM]
 ) -> None:

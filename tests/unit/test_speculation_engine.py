@@ -170,7 +170,7 @@ def test_a_step_with_drafts_that_fails_is_rolled_back(
                 patch.setattr(llm.engine.runner, "forward", lambda batch: sizes.append(len(batch.token_ids)) or 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     llm.step()
-                assert before == (sequence.tables[0], sequence.token_ids, llm.engine.cache.pools[0].num_used)
+                assert before == (list(sequence.tables[0]), sequence.token_ids, llm.engine.cache.pools[0].num_used)
             else:
                 llm.step()
     assert sizes == [4, 4, 4], "the failed steps had no drafts"

@@ -49,6 +49,7 @@ class Ours:
             "seconds": run.seconds,
             "token_ids": [o.outputs[0].token_ids for o in by_number],
             "kv_hit_rate": cached,
+            "step_overhead": self.llm.metrics()["step_overhead"],
             **latencies(run.outputs),
         }
 
