@@ -11,8 +11,16 @@ from pagefleet.kernels import reference
 
 from .base import BackendError, KVGroup, KVPool, LayerKV, OutOfMemory, out_of_memory_as_error
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
-SCALED = ("int8",)  # kept with one float32 scale for each token and KV head
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "fp8_e4m3": torch.uint8,  # the bits, which kernels code and decode
+    "fp8_e5m2": torch.uint8,
+}
+SCALED = ("int8", "fp8_e4m3", "fp8_e5m2")  # kept with one float32 scale for each token and KV head
+PLAIN = ("fp32", "bf16", "fp16", "int8")  # what plain torch can read
 BLOCK_ALIGNMENT = 128
 
 
@@ -21,13 +29,13 @@ class BlockPool:
     """All blocks of one KV group.
 
     In a block lies layer after layer: keys, then values, each head after head and token by token, so that what one
-    head reads lies together. A layer of an int8 pool begins with its scales, one float32 for each token and head: of
+    head reads lies together. A layer of an 8-bit pool begins with its scales, one float32 for each token and head: of
     the keys, head after head and token by token, then of the values. Its end is padded to a multiple of 4 bytes.
 
     Attributes:
         data: uint8 [num_blocks, block_bytes].
         keys: layer -> [num_blocks, block_size, Hkv, D] view; values: the same with Dv.
-        key_scales, value_scales: layer -> float32 [num_blocks, block_size, Hkv] view; empty unless int8.
+        key_scales, value_scales: layer -> float32 [num_blocks, block_size, Hkv] view; empty unless 8-bit.
     """
 
     group: KVGroup
@@ -43,7 +51,7 @@ class BlockPool:
         return self.data.shape[0]
 
 
-def padded_block_bytes(group: KVGroup, backend: str, kv_dtypes: tuple[str, ...] = tuple(DTYPES)) -> int:
+def padded_block_bytes(group: KVGroup, backend: str, kv_dtypes: tuple[str, ...] = PLAIN) -> int:
     """Bytes of one block, rounded up to 128. Raises BackendError for a dtype or a size that cannot be kept."""
     if group.dtype not in kv_dtypes:
         raise BackendError(f"backend '{backend}' cannot keep KV as '{group.dtype}'; choose one of {sorted(kv_dtypes)}")

@@ -35,7 +35,7 @@ def _sources() -> dict[str, Callable[[], Any]]:
     package = importlib.import_module(__package__)
     found: dict[str, Callable[[], Any]] = {}
     for module in pkgutil.iter_modules(package.__path__):
-        if module.ispkg and not module.name.startswith("_"):
+        if module.ispkg and not module.name.startswith("_") and module.name not in package.SHARED:
             found[module.name] = partial(importlib.import_module, f"{package.__name__}.{module.name}")
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         if entry.name in found:

@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from pagefleet.backends import SHARED
 from pagefleet.runtime.errors import ConfigError
 from pagefleet.runtime.sampling_params import SamplingParams, StructuredOutput
 from pagefleet.runtime.sizes import parse_size
@@ -40,6 +41,7 @@ def installed_backends() -> tuple[str, ...]:
     spec = importlib.util.find_spec("pagefleet.backends")
     folders = (spec.submodule_search_locations if spec else None) or ()
     names = {init.parent.name for folder in folders for init in Path(folder).glob("*/__init__.py")}
+    names -= SHARED
     return tuple(sorted(names | {entry.name for entry in entry_points(group="pagefleet.backends")}))
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .cache import cache_arguments
-from .formats import LOG2_E, QuantizedViews, decode, product, spread, tanh
+from .formats import LOG2_E, QuantizedViews, decode, product, rounded, spread, tanh
 from .targets import AttentionTiles
 
 
@@ -187,7 +187,7 @@ def attention_kernel(
             v = decode(v, KIND, q.dtype)
         if VALUE_QUANT_GROUP == VALUE_PAD:
             weights *= tl.load(scale_at, mask=cached, other=0.0)[None, :]
-        mixed += product(weights.to(q.dtype), v)
+        mixed += product(rounded(weights, q.dtype), v)
 
     at = token * out_stride_token + head * out_stride_head
     if SPLITS > 1:
@@ -199,7 +199,7 @@ def attention_kernel(
         mixed = tl.where(total[:, None] > 0.0, mixed / total[:, None], 0.0)
     tl.store(
         out + at[:, None] + value_dims[None, :],
-        mixed.to(out.dtype.element_ty),
+        rounded(mixed, out.dtype.element_ty),
         mask=live[:, None] & (value_dims < VALUE_DIM)[None, :],
     )
 
@@ -235,7 +235,7 @@ def merge_kernel(
     mixed = tl.where(total > 0.0, mixed / total, 0.0)
     tl.store(
         out + token * out_stride_token + head * out_stride_head + dims,
-        mixed.to(out.dtype.element_ty),
+        rounded(mixed, out.dtype.element_ty),
         mask=dims < VALUE_DIM,
     )
 

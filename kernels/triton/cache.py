@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .formats import QuantizedViews, padded, quantize
+from .formats import QuantizedViews, padded, quantize, rounded
 
 WORDS = 2048  # 8-byte words that one program of a block move carries: 16 KiB
 
@@ -36,7 +36,7 @@ def store_heads(
     at = cache + block * stride_block + place * stride_token + head[:, None] * stride_head + dims[None, :]
     mask = live[:, None] & (dims < DIM)[None, :]
     if QUANT_GROUP == 0:
-        tl.store(at, x.to(cache.dtype.element_ty), mask=mask)
+        tl.store(at, rounded(x, cache.dtype.element_ty), mask=mask)
     else:
         codes, scale = quantize(x, KIND, QUANT_GROUP)
         tl.store(at, codes, mask=mask)

@@ -56,6 +56,15 @@ def product(a, b):
 
 
 @triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 x as DTYPE, to nearest even. (The interpreter cuts bfloat16 off, so the bits are rounded first.)"""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
 def tanh(x):
     """Hyperbolic tangent in float32; absolute error of a few units in 1e-7."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .cache import cache_arguments, store_heads
-from .formats import QuantizedViews, padded
+from .formats import QuantizedViews, padded, rounded
 from .rows import Parameters
 
 
@@ -145,7 +145,7 @@ def heads_kernel(
         head, dims = first + tl.arange(0, QUERY_CHUNK), tl.arange(0, HEAD_PAD)
         tl.store(
             query + token * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :],
-            q.to(query.dtype.element_ty),
+            rounded(q, query.dtype.element_ty),
             mask=(head < NUM_HEADS)[:, None] & (dims < HEAD_DIM)[None, :],
         )
     else:

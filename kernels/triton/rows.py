@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .formats import tanh
+from .formats import rounded, tanh
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
 COLUMNS = 1024  # of one program of an activation
@@ -63,14 +63,14 @@ def add_norm_kernel(
         )
     if HAS_RESIDUAL:
         value = tl.load(residual + row * residual_stride + at, mask=live, other=0.0).to(tl.float32) + scale * value
-        rounded = value.to(total.dtype.element_ty)  # what the next layer will see of it is what is normalised here
-        tl.store(total + row * size + at, rounded, mask=live)
-        value = rounded.to(tl.float32)
+        kept = rounded(value, total.dtype.element_ty)  # what the next layer will see of it is what is normalised here
+        tl.store(total + row * size + at, kept, mask=live)
+        value = kept.to(tl.float32)
     if NORM != "none":
         value = normalised(
             value, live, norm_weight, norm_bias, at, size, norm_eps, NORM, HAS_NORM_WEIGHT, HAS_NORM_BIAS
         )
-        tl.store(out + row * size + at, value.to(out.dtype.element_ty), mask=live)
+        tl.store(out + row * size + at, rounded(value, out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def activation_kernel(out, x, x_stride, size, NAME: tl.constexpr, GATED: tl.cons
     value = activate(tl.load(x + row * x_stride + column, mask=live, other=0.0).to(tl.float32), NAME)
     if GATED:
         value *= tl.load(x + row * x_stride + size + column, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + row * size + column, value.to(out.dtype.element_ty), mask=live)
+    tl.store(out + row * size + column, rounded(value, out.dtype.element_ty), mask=live)
 
 
 Parameters = tuple[str, "torch.Tensor | None", "torch.Tensor | None", float]  # kind, weight [n], bias [n], eps

@@ -18,14 +18,17 @@ from pagefleet.backends.base import (
     LayerKV,
 )
 from pagefleet.kernels.reference import paged_attention, quantize_int8
+from pagefleet.kernels.triton import interpreted, unavailable
 
-AVAILABLE = [name for name, found in registry.probe_all().items() if found.available]
 NO_KERNELS = "cpu without compiled kernels"
+# Under TRITON_INTERPRET=1 the suite is for the GPU backends' code, with its kernels in Triton's interpreter
+INTERPRETED = interpreted() and not unavailable()
+AVAILABLE = [name for name, found in registry.probe_all().items() if found.available]
 EXPECTED = {}  # what every backend and block size is compared with does not depend on them
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.fixture(params=[*AVAILABLE, NO_KERNELS])
+@pytest.fixture(params=["cuda"] if INTERPRETED else [*AVAILABLE, NO_KERNELS])
 def backend_name(request, monkeypatch):
     if request.param != NO_KERNELS:
         return request.param
@@ -45,9 +48,19 @@ def make_backend(backend_name):
     """make_backend(exact=False): a new backend of the kind under test, on as many threads as now."""
 
     def make(exact=False):
-        return registry.create(backend_name, BackendOptions(threads=torch.get_num_threads(), exact=exact))
+        options = BackendOptions(threads=torch.get_num_threads(), exact=exact)
+        return interpreted_backend(options) if INTERPRETED else registry.create(backend_name, options)
 
     return make
+
+
+def interpreted_backend(options):
+    """The GPU backends' code on CPU tensors."""
+    from pagefleet.backends.gpu.backend import GpuBackend
+    from pagefleet.backends.gpu.device import GpuDevice
+    from pagefleet.kernels.triton.targets import target_of
+
+    return GpuBackend(options, GpuDevice("cuda", torch.device("cpu"), "none", target_of("interpreter"), 1))
 
 
 @dataclass

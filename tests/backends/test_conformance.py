@@ -134,7 +134,7 @@ def test_every_kv_dtype_it_claims_can_be_kept_and_no_other(make_backend):
         group = KVGroup((layer,), None, dtype, 3)
         size = backend.block_bytes(group)
         assert size % 128 == 0
-        assert size >= group.block_bytes({"fp32": 4, "int8": 1}.get(dtype, 2))
+        assert size >= group.block_bytes({"fp32": 4, "int8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}.get(dtype, 2))
         pool = backend.allocate_pool(group, 5)
         assert (pool.data.dtype, tuple(pool.data.shape), pool.num_blocks) == (torch.uint8, (5, size), 5)
         assert not pool.data.any()
