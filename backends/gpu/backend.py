@@ -22,7 +22,7 @@ from ..base import (
     MemoryInfo,
     out_of_memory_as_error,
 )
-from ..exact import make_exact, plain_exact_linear
+from ..modules import SchemeOf, replace_linears
 from ..pool import BlockPool, allocate_pool, padded_block_bytes
 from .choice import Choice
 from .device import GpuDevice
@@ -97,10 +97,10 @@ class GpuBackend:
             except ValueError as error:
                 raise BackendError(str(error)) from error
 
-    def prepare_model(self, model: torch.nn.Module) -> None:
-        """Nothing, or in exact mode fixed row tiles for every product."""
-        if self.exact:
-            make_exact(model, plain_exact_linear)
+    def prepare_model(self, model: torch.nn.Module, scheme_of: SchemeOf | None = None) -> None:
+        """Quantise what `scheme_of` says; in exact mode every other product runs in fixed row tiles."""
+        if self.exact or scheme_of is not None:
+            replace_linears(model, self._ops, self.exact, scheme_of)
 
     def ops(self) -> GpuOps:
         """See `Backend.ops`."""
