@@ -6,18 +6,21 @@ sizes, and what a norm carries ready-made. A dtype or a layout that the kernels 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pagefleet.kernels.cpu import FLOAT_TYPES, NativeKernels
 
 from ..base import Backend
-from ..ops import ACTIVATIONS, NO_NORM, Linear, Norm
+from ..ops import ACTIVATIONS, NO_NORM, Heads, Linear, Norm, Rotary
 from ..schemes import Scheme
 from . import host
 from .native_linear import NativeLinear, can_multiply
 from .native_selection import NativeSelection
 from .ops import CpuOps
 
+_NO_ROTARY = (0, 0, 0, 0, False)
 _ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
 
 
@@ -32,7 +35,8 @@ class NativeOps(CpuOps):
         super().__init__(backend, exact)
         self._selection = NativeSelection(native)
         name = "C++ avx2" if host.isa() == "avx2" else "C++ avx512"  # higher levels add nothing to these
-        self.kernels |= dict.fromkeys(("norm", "activation", "sampling"), name)
+        self.kernels |= dict.fromkeys(("norm", "activation", "query_and_store", "sampling"), name)
+        self._native_store = native.query_and_store
         self._native_norm, self._native_add_norm = native.norm, native.add_norm
         self._native_activation, self._native_gated = native.activation, native.gated_activation
 
@@ -73,6 +77,21 @@ class NativeOps(CpuOps):
             *(NO_NORM if norm is None else norm.arguments), *(NO_NORM if post is None else post.arguments), scale,
         )  # fmt: skip
         return out, residual
+
+    def query_and_store(
+        self, plan: Any, group: int, layer: int, qkv: torch.Tensor, heads: Heads, rotary: Rotary | None
+    ) -> torch.Tensor:
+        """See `Ops.query_and_store`."""
+        number, (stride, step), (tokens, width) = FLOAT_TYPES.get(qkv.dtype), qkv.stride(), qkv.shape
+        if number is None or step != 1:
+            return super().query_and_store(plan, group, layer, qkv, heads, rotary)
+        query, slots = qkv.new_empty(tokens, heads.num_heads, heads.head_dim), plan.slots[group]
+        self._native_store(
+            plan.pools[group].addresses[layer], number, qkv.data_ptr(), stride, tokens, width,
+            slots.data_ptr(), slots.shape[0], query.data_ptr(),
+            *(_NO_ROTARY if rotary is None else rotary.arguments), *heads.arguments,
+        )  # fmt: skip
+        return query
 
     def activation(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """See `Ops.activation`."""

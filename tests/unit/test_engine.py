@@ -293,7 +293,7 @@ def test_a_step_that_runs_out_of_memory_is_rolled_back_and_retried_smaller(
 PLACES = {
     "in the model": lambda llm: (llm.engine.runner.model, "forward"),
     "in its head": lambda llm: (llm.engine.runner.model, "logits"),
-    "writing KV": lambda llm: (llm.backend, "write_kv"),
+    "writing KV": lambda llm: (llm.backend.ops(), "query_and_store"),
     "laying the step out": lambda llm: (llm.backend, "plan"),
     "sampling": lambda llm: (llm.engine._sampler, "sample"),
 }
