@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kPanel = 2 * kLanes;
 constexpr int kTileRows = kLanes == 16 ? 12 : 6;  // two registers of sums a row, and room for weights
-constexpr int64_t kPrefetchBytes = 2048;
+constexpr int64_t kPrefetchBytes = 4096;
 
 // -- rows, prepared --------------------------------------------------------------------------------------------------
 
@@ -102,6 +102,8 @@ struct Task {
     const int32_t* starts;
     const uint8_t* rows;
     int64_t row_bytes;
+    const uint8_t* ahead;  // what memory should bring to the cache meanwhile: the next panel
+    int64_t ahead_bytes;
 };
 
 // f(0), f(1), ... as constants, so that sums[...] are registers and never an array in memory
@@ -127,7 +129,7 @@ __attribute__((always_inline)) inline void multiply(const Op (&op)[2], const typ
 
 // Sums of `rows` rows, as floats: out [rows][kPanel].
 template <class Op, int rows>
-void tile(const Task& t, const uint8_t* from, float* out) {
+void tile(const Task& t, const uint8_t* from, const uint8_t* ahead, int64_t ahead_step, float* out) {
     using Element = typename Op::Element;
     typename Op::Acc sums[rows][2];
     Op op[2];
@@ -138,11 +140,9 @@ void tile(const Task& t, const uint8_t* from, float* out) {
     const fp16* group = t.group;
     for (int64_t g = 0; g < t.groups; ++g, group += t.group_stride) {
         for (int j = 0; j < 2; ++j) op[j].begin_group(group + j * kLanes);
-        for (int64_t s = 0; s < t.steps_of_group; ++s, a += Op::parts, b += 2 * Op::bytes) {
-            if (rows <= 4) {
-                _mm_prefetch(reinterpret_cast<const char*>(b + kPrefetchBytes), _MM_HINT_T0);
-                if (Op::bytes > 32) _mm_prefetch(reinterpret_cast<const char*>(b + kPrefetchBytes + 64), _MM_HINT_T0);
-            }
+        for (int64_t s = 0; s < t.steps_of_group; ++s, a += Op::parts, b += 2 * Op::bytes, ahead += ahead_step) {
+            _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T0);
+            if (Op::bytes > 32) _mm_prefetch(reinterpret_cast<const char*>(ahead + 64), _MM_HINT_T0);
             multiply<Op, rows, 0>(op, a, stride, b, sums);
         }
     }
@@ -150,21 +150,21 @@ void tile(const Task& t, const uint8_t* from, float* out) {
 }
 
 template <class Op>
-void tile_of(int rows, const Task& t, const uint8_t* from, float* out) {
+void tile_of(int rows, const Task& t, const uint8_t* from, const uint8_t* ahead, int64_t ahead_step, float* out) {
     switch (rows) {
-        case 1: return tile<Op, 1>(t, from, out);
-        case 2: return tile<Op, 2>(t, from, out);
-        case 3: return tile<Op, 3>(t, from, out);
-        case 4: return tile<Op, 4>(t, from, out);
-        case 5: return tile<Op, 5>(t, from, out);
-        case 6: return tile<Op, 6>(t, from, out);
+        case 1: return tile<Op, 1>(t, from, ahead, ahead_step, out);
+        case 2: return tile<Op, 2>(t, from, ahead, ahead_step, out);
+        case 3: return tile<Op, 3>(t, from, ahead, ahead_step, out);
+        case 4: return tile<Op, 4>(t, from, ahead, ahead_step, out);
+        case 5: return tile<Op, 5>(t, from, ahead, ahead_step, out);
+        case 6: return tile<Op, 6>(t, from, ahead, ahead_step, out);
 #if PAGEFLEET_LANES == 16
-        case 7: return tile<Op, 7>(t, from, out);
-        case 8: return tile<Op, 8>(t, from, out);
-        case 9: return tile<Op, 9>(t, from, out);
-        case 10: return tile<Op, 10>(t, from, out);
-        case 11: return tile<Op, 11>(t, from, out);
-        case 12: return tile<Op, 12>(t, from, out);
+        case 7: return tile<Op, 7>(t, from, ahead, ahead_step, out);
+        case 8: return tile<Op, 8>(t, from, ahead, ahead_step, out);
+        case 9: return tile<Op, 9>(t, from, ahead, ahead_step, out);
+        case 10: return tile<Op, 10>(t, from, ahead, ahead_step, out);
+        case 11: return tile<Op, 11>(t, from, ahead, ahead_step, out);
+        case 12: return tile<Op, 12>(t, from, ahead, ahead_step, out);
 #endif
     }
 }
@@ -193,10 +193,13 @@ template <class Op>
 void multiply_panel(const LinearCall& c, const Task& task, int64_t channel, int64_t first, int64_t last) {
     alignas(64) float sums[kTileRows * kPanel];
     const int64_t tiles = (last - first + kTileRows - 1) / kTileRows;
+    const int64_t steps = task.groups * task.steps_of_group;
+    const int64_t ahead_step = tiles == 1 ? task.step_bytes : (task.ahead_bytes + tiles * steps - 1) / (tiles * steps);
     for (int64_t t = 0; t < tiles; ++t) {  // of like sizes
         const int64_t row = first + (last - first) * t / tiles;
         const int64_t rows = first + (last - first) * (t + 1) / tiles - row;
-        tile_of<Op>(static_cast<int>(rows), task, task.rows + row * task.row_bytes, sums);
+        const uint8_t* ahead = tiles == 1 ? task.weights + kPrefetchBytes : task.ahead + t * task.ahead_bytes / tiles;
+        tile_of<Op>(static_cast<int>(rows), task, task.rows + row * task.row_bytes, ahead, ahead_step, sums);
         switch (c.type) {
             case Type::fp32: finish<float>(c, row, rows, channel, sums); break;
             case Type::bf16: finish<bf16>(c, row, rows, channel, sums); break;
@@ -276,8 +279,10 @@ void product(const LinearCall& c, bool direct) {
             task.starts = reinterpret_cast<const int32_t*>(l.at(l.starts)) + (l.starts ? p * kPanel : 0);
             task.rows = direct ? static_cast<const uint8_t*>(c.x) : c.prepared;
             task.row_bytes = row_bytes;
+            task.ahead_bytes = l.steps * l.step_bytes;
+            task.ahead = task.weights + task.ahead_bytes;
             if constexpr (!std::is_same_v<Op, Wide>) {
-                if (last - first > kTileRows) {
+                if (last - first > Op::tiles_worth_expanding * kTileRows) {
                     uint8_t* room = c.expanded + omp_get_thread_num() * c.expanded_bytes;
                     multiply_panel<Wide>(c, expanded<Op, Wide>(task, room), p * kPanel, first, last);
                     continue;

@@ -2,7 +2,8 @@
 //
 // An Op has: Element, a prepared activation (4 bytes: one fp32, 2 bf16, 2 int16 or 4 uint8); Acc, a register of sums, one
 // a channel; `bytes` that a register of channels takes in a step; `parts`, the elements of a row that a step multiplies.
-// `weight<part>` gives a register of weights, `add` multiplies. No include guard: one inclusion a translation unit.
+// `weight<part>` gives a register of weights, `add` multiplies. Weights that must be made from what is packed are made
+// anew for each tile of rows, up to `tiles_worth_expanding`; for more, once. No include guard: one inclusion a translation unit.
 
 namespace pagefleet::PAGEFLEET_ISA {
 namespace {
@@ -109,6 +110,7 @@ struct Bf16AsFp32 : Fp32Activations {
 template <bool grouped>
 struct Int8AsFp32 : Fp32Activations {
     static constexpr int bytes = kLanes * 2, parts = 2;
+    static constexpr int tiles_worth_expanding = 2;
     Vec scale;
     void begin_group(const fp16* group) {
         if (grouped) scale = load(group);
@@ -123,6 +125,7 @@ struct Int8AsFp32 : Fp32Activations {
 
 struct Int4AsFp32 : Fp32Activations {
     static constexpr int bytes = kLanes * 4, parts = 8;
+    static constexpr int tiles_worth_expanding = 1;
     Vec scale, offset;
     void begin_group(const fp16* group) {
         scale = load(group);
@@ -193,6 +196,7 @@ struct Bf16Pairs : Bf16Activations {
 template <bool grouped>
 struct Int8AsBf16 : Bf16Activations {
     static constexpr int bytes = kLanes * 2, parts = 1;
+    static constexpr int tiles_worth_expanding = 2;
     Int8AsFp32<grouped> values;
     void begin_group(const fp16* group) { values.begin_group(group); }
     template <int>
@@ -207,6 +211,7 @@ struct Int8AsBf16 : Bf16Activations {
 
 struct Int4AsBf16 : Bf16Activations {
     static constexpr int bytes = kLanes * 4, parts = 4;
+    static constexpr int tiles_worth_expanding = 1;
     Int4AsFp32 values;
     void begin_group(const fp16* group) { values.begin_group(group); }
     template <int part>
