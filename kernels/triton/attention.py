@@ -280,7 +280,7 @@ def paged_attention(
     else:
         target = query.new_empty(tokens, num_heads, splits, value_dim, dtype=torch.float32)
         highest, sums = (query.new_empty(tokens, num_heads, splits, dtype=torch.float32) for _ in range(2))
-        out_strides = target.stride()[:3]
+        out_strides = (target.stride(0), target.stride(1), target.stride(2))
     num_seqs = kv_lengths.shape[0]
     grid = (tokens // (tiles.block_m // group) + num_seqs, kv_heads, splits)
     attention_kernel[grid](
