@@ -17,7 +17,9 @@ def create_backend(config: Config) -> tuple[Backend, Config]:
         BackendError: the backend is unknown or cannot run here.
         ConfigError: it lacks the dtype asked for.
     """
-    options = BackendOptions(threads=config.backend.threads, exact=config.precision.exact)
+    asked = config.backend
+    extra = {"attention": asked.attention, "graphs": asked.graphs, "graph_buckets": asked.graph_buckets}
+    options = BackendOptions(threads=asked.threads, exact=config.precision.exact, extra=extra)
     backend = registry.create(config.backend.name, options)
     capabilities = backend.capabilities()
     precision, dtypes = config.precision, capabilities.compute_dtypes

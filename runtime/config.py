@@ -30,10 +30,13 @@ LATER_PRECISIONS = ("fp8",)
 CACHE_DTYPES = ("auto", "fp32", "bf16", "fp16", "int8")
 LATER_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "int4")
 DECLARED_BACKENDS = ("cpu", "cuda", "onnx", "reference", "rocm")
+ATTENTION = ("auto", "triton", "flash_attn", "torch_varlen", "flashinfer", "aiter", "torch")
+GRAPHS = ("auto", "on", "off")
 LOWERING = ("auto", "off")
 SPECULATIONS = ("none", "ngram")
 PROGRESS_KINDS = ("auto", "rich", "plain", "off")
 MAX_BLOCK_SIZE = 256
+MAX_GRAPH_BUCKET = 4096
 
 
 def installed_backends() -> tuple[str, ...]:
@@ -83,6 +86,15 @@ def _not_yet(key: str, value: Any) -> None:
         raise ConfigError(f"{key}={value}: not available in this version; available: null")
 
 
+def _check_buckets(buckets: list[int]) -> None:
+    for size in buckets:
+        check_int("backend.graph_buckets", size, low=1, high=MAX_GRAPH_BUCKET)
+    if not buckets or sorted(set(buckets)) != buckets:
+        raise ConfigError(
+            f"backend.graph_buckets: expected different numbers of sequences in rising order or null, got {buckets}"
+        )
+
+
 @dataclass
 class ModelConfig:
     """Which model. `path` is a checkpoint folder, a GGUF file, or a hub id.
@@ -111,16 +123,29 @@ class HardwareConfig:
 
 @dataclass
 class BackendConfig:
-    """Which device; `auto` explains its choice."""
+    """Which device; `auto` explains its choice.
+
+    Attributes:
+        threads: of a CPU backend; None: every core this process may use.
+        attention: what computes attention on a GPU; "auto" takes the best that is installed, and says why.
+        graphs: whether a GPU replays captured steps of single tokens; "auto" keeps them if the self-test passes.
+        graph_buckets: numbers of sequences that are captured, and steps are padded to; None: the backend's own.
+    """
 
     name: str = "auto"
     threads: int | None = None
     attention: str = "auto"
+    graphs: str = "auto"
+    graph_buckets: list[int] | None = None
 
     def __post_init__(self) -> None:
         if self.name not in ("auto", *DECLARED_BACKENDS):  # look at the disk only when needed
             check_choice("backend", self.name, ("auto", *sorted({*DECLARED_BACKENDS, *installed_backends()})))
         check_int("backend.threads", self.threads, low=1, high=4096, optional=True)
+        check_choice("backend.attention", self.attention, ATTENTION)
+        check_choice("backend.graphs", self.graphs, GRAPHS)
+        if self.graph_buckets is not None:
+            _check_buckets(self.graph_buckets)
 
 
 @dataclass

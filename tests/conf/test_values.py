@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from pagefleet.backends import registry
+from pagefleet.runtime.choices import create_backend
 from pagefleet.runtime.compose import load_config
 from pagefleet.runtime.config import CacheConfig, SchedulerConfig, check_ready, installed_backends
 from pagefleet.runtime.errors import ConfigError
@@ -14,6 +16,12 @@ REFUSED = [
     ("hardware=epyc_gena", "hardware: expected one of a100, auto, epyc_genoa", "did you mean 'epyc_genoa'"),
     ("precision=bf61", "precision: expected one of auto, bf16, fp16, fp32", "did you mean 'bf16'"),
     ("backend=cpus", "backend: expected one of auto, cpu, cuda, onnx, reference, rocm", "did you mean 'cpu'"),
+    ("backend.attention=flash", "backend.attention: expected one of auto, triton, flash_attn", "'flash'"),
+    ("backend.graphs=maybe", "backend.graphs: expected one of auto, on, off", "'maybe'"),
+    ("backend.graph_buckets=[0]", "backend.graph_buckets: expected an integer from 1", "got 0"),
+    ("backend.graph_buckets=[]", "backend.graph_buckets: expected different numbers", "got []"),
+    ("backend.graph_buckets=[8,2]", "backend.graph_buckets: expected different numbers", "got [8, 2]"),
+    ("backend.graph_buckets=[a]", "backend.graph_buckets", "'a'"),
     ("cache.blocksize=3", "cache.blocksize: no such key", "did you mean 'cache.block_size'"),
     ("+cache.foo=1", "cache.foo: no such key", "allowed: cache.dtype, cache.block_size"),
     ("schedular.max_sequences=3", "schedular.max_sequences: no such key", "did you mean 'scheduler.max_sequences'"),
@@ -138,6 +146,15 @@ def test_any_path_can_be_named(path):
 def test_quotes_are_respected():
     assert load_config(["job.input='a,b.jsonl'"]).job.input == "a,b.jsonl"
     assert load_config(['model.revision="12"']).model.revision == "12"
+
+
+def test_what_a_gpu_backend_is_asked_for_reaches_it(monkeypatch):
+    asked = ["backend.attention=triton", "backend.graphs=off", "backend.graph_buckets=[1,2,8]"]
+    given = {}
+    create = registry.create
+    monkeypatch.setattr(registry, "create", lambda name, options: given.update(options.extra) or create(name, options))
+    create_backend(load_config(["backend=reference", *asked]))
+    assert given == {"attention": "triton", "graphs": "off", "graph_buckets": [1, 2, 8]}
 
 
 def test_small_numbers_stay_numbers():
