@@ -15,10 +15,18 @@ from pathlib import Path
 from . import host
 
 GENERIC = "generic"
-# What NVIDIA calls its devices -> target. Hopper cards differ in memory, which is measured and no part of a target.
-_NVIDIA = ((r"\bG?H[12]00\b", "h200"), (r"\bA100\b", "a100"), (r"\bL4\b", "l4"))
+# What NVIDIA calls its devices -> target. A laptop's RTX 4090 is a smaller chip.
+_NVIDIA = (
+    (r"\bG?H200\b", "h200"),
+    (r"\bH100\b", "h100"),
+    (r"\bA100\b", "a100"),
+    (r"\bL4\b", "l4"),
+    (r"\bRTX 4090\b(?!.*Laptop)", "rtx4090"),
+)
 # gfx_target_version of the kernel driver (major * 10000 + minor * 100 + stepping) -> target
-_AMD = {90402: "mi300x", 110000: "rx7900xtx"}
+_AMD = {90402: "mi300x", 90500: "mi355x", 110000: "rx7900xtx"}
+# PCI device -> target, where an architecture has several: the card, and a part of it in a virtual machine
+_AMD_DEVICES = {0x74A5: "mi325x", 0x74B9: "mi325x"}
 _CPU = {
     "amx": ("xeon_spr", "AMX tiles multiply bf16"),
     "avx512_bf16": ("epyc_genoa", "AVX-512 with bf16 dot products, no AMX"),
@@ -84,11 +92,11 @@ def _nvidia(root: Path) -> Target | None:
 def _amd(root: Path) -> Target | None:
     """The first AMD device that the compute driver lists; None if there is none."""
     for file in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
-        found = re.search(r"^gfx_target_version (\d+)$", _read(file), re.MULTILINE)
-        version = int(found[1]) if found else 0  # 0: a CPU
+        said = dict(re.findall(r"^(gfx_target_version|device_id) (\d+)$", _read(file), re.MULTILINE))
+        version = int(said.get("gfx_target_version", 0))  # 0: a CPU
         if version:
             gfx = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-            target = _AMD.get(version)
+            target = _AMD_DEVICES.get(int(said.get("device_id", 0)), _AMD.get(version))
             return Target(target, f"AMD {gfx}") if target else Target(GENERIC, f"AMD {gfx} has no target of its own")
     return None
 

@@ -18,7 +18,7 @@ def create_backend(config: Config) -> tuple[Backend, Config]:
         ConfigError: it lacks the dtype asked for.
     """
     asked = config.backend
-    extra = {"attention": asked.attention, "graphs": asked.graphs, "graph_buckets": asked.graph_buckets}
+    extra = {key: getattr(asked, key) for key in ("attention", "graphs", "graph_buckets", "tiles")}
     options = BackendOptions(threads=asked.threads, exact=config.precision.exact, extra=extra)
     backend = registry.create(config.backend.name, options)
     capabilities = backend.capabilities()

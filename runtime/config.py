@@ -32,6 +32,7 @@ LATER_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2", "int4")
 DECLARED_BACKENDS = ("cpu", "cuda", "onnx", "reference", "rocm")
 ATTENTION = ("auto", "triton", "flash_attn", "torch_varlen", "flashinfer", "aiter", "torch")
 GRAPHS = ("auto", "on", "off")
+TILES = ("auto", "sm80", "sm86", "sm89", "sm90", "gfx90a", "gfx942", "gfx950", "gfx1100")
 LOWERING = ("auto", "off")
 SPECULATIONS = ("none", "ngram")
 PROGRESS_KINDS = ("auto", "rich", "plain", "off")
@@ -116,9 +117,17 @@ class ModelConfig:
 
 @dataclass
 class HardwareConfig:
-    """The hardware target whose values were taken; a label, the values are in the other sections."""
+    """The hardware target whose values were taken; a label, the values are in the other sections.
+
+    `memory`: what such a card has, for `pagefleet plan` on a machine without one; None: measured where it runs.
+    """
 
     name: str = "generic"
+    memory: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            parse_size(self.memory, "hardware.memory")
 
 
 @dataclass
@@ -130,6 +139,7 @@ class BackendConfig:
         attention: what computes attention on a GPU; "auto" takes the best that is installed, and says why.
         graphs: whether a GPU replays captured steps of single tokens; "auto" keeps them if the self-test passes.
         graph_buckets: numbers of sequences that are captured, and steps are padded to; None: the backend's own.
+        tiles: the architecture whose tile sizes GPU kernels take; "auto": the device's own.
     """
 
     name: str = "auto"
@@ -137,6 +147,7 @@ class BackendConfig:
     attention: str = "auto"
     graphs: str = "auto"
     graph_buckets: list[int] | None = None
+    tiles: str = "auto"
 
     def __post_init__(self) -> None:
         if self.name not in ("auto", *DECLARED_BACKENDS):  # look at the disk only when needed
@@ -144,6 +155,7 @@ class BackendConfig:
         check_int("backend.threads", self.threads, low=1, high=4096, optional=True)
         check_choice("backend.attention", self.attention, ATTENTION)
         check_choice("backend.graphs", self.graphs, GRAPHS)
+        check_choice("backend.tiles", self.tiles, TILES)
         if self.graph_buckets is not None:
             _check_buckets(self.graph_buckets)
 

@@ -39,11 +39,11 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
     shape = shape_from_config(hf_config)
     backend, config = create_backend(config)
     capabilities, memory, dtype = backend.capabilities(), backend.memory(), config.precision.compute
-    fixed = config.plan.memory
-    limit = parse_size(fixed, "plan.memory") if fixed else memory.free
+    limit, source = _limit(config, memory.free)
+    elsewhere = source == "hardware.memory"
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
     quantized_head = config.precision.scheme is not None and config.precision.quantize_head  # counted with its scheme
-    packs_head = tied and not quantized_head and dtype in capabilities.packed_dtypes
+    packs_head = tied and not quantized_head and dtype in capabilities.packed_dtypes and not elsewhere
     packed_head = shape.vocab_size * shape.hidden_size if packs_head else 0
     plan = plan_memory(
         shape,
@@ -63,17 +63,29 @@ def make_plan(config: Config) -> tuple[MemoryPlan, dict[str, Any]]:
     )
     return plan, {
         "model": config.model.path,
-        "backend": capabilities.name,
-        "isa": capabilities.isa,
+        "backend": config.hardware.name if elsewhere else capabilities.name,
+        "isa": "a card that is not here" if elsewhere else capabilities.isa,
         "precision": config.precision.name,
         "scheme": config.precision.scheme,
         "kv_dtype": config.cache.dtype,
-        "memory_total_bytes": memory.total,
-        "memory_free_bytes": memory.free,
-        "memory_source": "plan.memory" if fixed else "free now",
+        "memory_total_bytes": limit if elsewhere else memory.total,
+        "memory_free_bytes": limit if elsewhere else memory.free,
+        "memory_source": source,
         "kv_groups": _groups(shape),
         "packed_head_bytes": packed_head * ELEMENT_BYTES[dtype],
     }
+
+
+def _limit(config: Config, free: int) -> tuple[int, str]:
+    """Bytes to plan for, and where the number is from: asked for, a card's that is not in this machine, free here."""
+    from pagefleet.backends import detect
+
+    if config.plan.memory:
+        return parse_size(config.plan.memory, "plan.memory"), "plan.memory"
+    card = config.hardware
+    if card.memory and detect.detect("auto").name != card.name:
+        return parse_size(card.memory, "hardware.memory"), "hardware.memory"
+    return free, "free now"
 
 
 def read_model_config(path: Path, trust_remote_code: bool = False) -> Any:

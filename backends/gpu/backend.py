@@ -25,7 +25,7 @@ from ..base import (
 from ..modules import SchemeOf, replace_linears
 from ..pool import BlockPool, allocate_pool, padded_block_bytes
 from .choice import Choice
-from .device import GpuDevice
+from .device import GpuDevice, with_tiles
 from .ops import GpuOps
 from .plan import GpuPlan, number_of_splits, quantized_views
 
@@ -38,6 +38,7 @@ class GpuBackend:
     """One process on one GPU."""
 
     def __init__(self, options: BackendOptions, gpu: GpuDevice) -> None:
+        gpu = with_tiles(gpu, options.extra.get("tiles"))
         self.gpu, self.exact, self.device = gpu, options.exact, gpu.device
         arch = gpu.target.arch
         self._ops = GpuOps(self, arch, options.exact)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from ..base import Availability, BackendError, MemoryInfo
 if TYPE_CHECKING:
     from pagefleet.kernels.triton.targets import Target
 
+logger = logging.getLogger(__name__)
 VENDORS = {"cuda": "NVIDIA", "rocm": "AMD"}
 LEAST_MEMORY = 1 << 30  # bytes: less does not hold a small model, its cache and the libraries' workspaces
 _SCORE = 100
@@ -49,6 +51,21 @@ class GpuDevice:
         """Wait until everything that was launched is done."""
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
+
+
+def with_tiles(gpu: GpuDevice, arch: str | None) -> GpuDevice:
+    """`gpu` with the tile sizes of another architecture; as it is for None, "auto" and where they do not fit."""
+    if arch in (None, "auto", gpu.target.arch) or gpu.device.type == "cpu":
+        return gpu
+    from pagefleet.kernels.triton.targets import target_of
+
+    try:
+        target = gpu.target.with_tiles_of(target_of(str(arch)))
+    except ValueError as error:
+        logger.warning("backend.tiles=%s: %s; its own tiles are taken", arch, error)
+        return gpu
+    logger.info("backend.tiles=%s: tile sizes of that architecture, not of %s", arch, gpu.target.arch)
+    return replace(gpu, target=target)
 
 
 def probe_vendor(backend: str, runtime: Any = torch) -> Availability:

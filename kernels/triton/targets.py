@@ -67,6 +67,20 @@ class Target:
                 break  # the compiler has the last word
         return tiles
 
+    def with_tiles_of(self, other: Target) -> Target:
+        """This target, with the tile sizes of another.
+
+        Raises:
+            ValueError: the other is another vendor's, or its tiles are made for more shared memory than there is here.
+        """
+        if other.vendor != self.vendor or other.shared_bytes > self.shared_bytes:
+            raise ValueError(
+                f"tiles of {other.arch} are for {other.vendor} and {other.shared_bytes // KIB} KiB of shared memory;"
+                f" {self.arch} is {self.vendor} with {self.shared_bytes // KIB} KiB"
+            )
+        names = ("prefill", "wide_prefill", "decode", "wide_decode", "full")
+        return replace(self, **{name: getattr(other, name) for name in names})
+
     def complaints(self, shared_bytes: int, scratch_bytes: int | None) -> list[str]:
         """What is wrong with a kernel that needs this much; nothing, if the list is empty."""
         found = []

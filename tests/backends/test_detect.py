@@ -29,7 +29,7 @@ def plain_machine(monkeypatch):
 def machine(tmp_path):
     """machine(isa, nvidia=..., amd=...): the root of a machine with such a CPU and such devices."""
 
-    def make(isa: str, nvidia: str | None = None, amd: int | None = None):
+    def make(isa: str, nvidia: str | None = None, amd: int | None = None, device: int = 0):
         (tmp_path / "proc").mkdir()
         (tmp_path / "proc/cpuinfo").write_text(
             f"model name\t: Some CPU\nflags\t\t: fpu {' '.join(host.ISA_FLAGS[isa])}\n"
@@ -41,7 +41,9 @@ def machine(tmp_path):
         for node, version in enumerate(() if amd is None else (0, amd)):  # the CPU is a node too
             folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
             folder.mkdir(parents=True)
-            (folder / "properties").write_text(f"cpu_cores_count 4\ngfx_target_version {version}\nvendor_id 4098\n")
+            (folder / "properties").write_text(
+                f"cpu_cores_count 4\ngfx_target_version {version}\nvendor_id 4098\ndevice_id {device}\n"
+            )
         return tmp_path
 
     return make
@@ -68,11 +70,12 @@ def test_masked_instructions_do_not_count(machine, monkeypatch):
     [
         ("NVIDIA H200", "h200"),
         ("NVIDIA GH200 480GB", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA L4", "l4"),
         ("NVIDIA L40S", "generic"),
-        ("NVIDIA GeForce RTX 4090", "generic"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "generic"),
     ],
 )
 def test_an_nvidia_device_is_known_by_its_name(machine, name, target):
@@ -82,11 +85,17 @@ def test_an_nvidia_device_is_known_by_its_name(machine, name, target):
 
 
 @pytest.mark.parametrize(
-    ("version", "gfx", "target"),
-    [(90402, "gfx942", "mi300x"), (110000, "gfx1100", "rx7900xtx"), (90010, "gfx90a", "generic")],
+    ("version", "device", "gfx", "target"),
+    [
+        (90402, 0x74A1, "gfx942", "mi300x"),
+        (90402, 0x74A5, "gfx942", "mi325x"),
+        (90500, 0x75A3, "gfx950", "mi355x"),
+        (110000, 0x744C, "gfx1100", "rx7900xtx"),
+        (90010, 0x740C, "gfx90a", "generic"),
+    ],
 )
-def test_an_amd_device_is_known_by_its_architecture(machine, version, gfx, target):
-    found = detect.detect("rocm", machine("avx2", amd=version))
+def test_an_amd_device_is_known_by_its_architecture_and_number(machine, version, device, gfx, target):
+    found = detect.detect("rocm", machine("avx2", amd=version, device=device))
     assert found.name == target
     assert gfx in found.reason
 
@@ -109,6 +118,7 @@ def test_without_proc_and_sys_there_is_still_a_target(tmp_path):
 def test_every_target_that_can_be_found_is_a_file_of_conf():
     there = {f.name.removesuffix(".yaml") for f in (files("pagefleet.conf") / "hardware").iterdir()}
     named = {detect.GENERIC, "laptop", *(target for _, target in detect._NVIDIA), *detect._AMD.values()}
+    named |= {*detect._AMD_DEVICES.values()}
     assert named | {target for target, _ in detect._CPU.values()} <= there
 
 

@@ -168,6 +168,26 @@ def test_attention_is_chosen_by_name_and_the_reason_is_in_the_log(caplog):
 
 
 @needs_triton
+def test_tiles_of_another_architecture_are_taken_where_they_fit_and_else_refused_aloud(caplog):
+    import torch
+
+    from pagefleet.backends.gpu.device import GpuDevice, with_tiles
+    from pagefleet.kernels.triton.targets import target_of
+
+    l4 = GpuDevice("cuda", torch.device("cuda", 0), "L4", target_of("sm89"), 58)
+    hopper = GpuDevice("cuda", torch.device("cuda", 0), "H200", target_of("sm90"), 132)
+    assert with_tiles(l4, None) is l4
+    assert with_tiles(l4, "sm89") is l4
+    ampere = with_tiles(hopper, "sm80").target
+    assert (ampere.arch, ampere.shared_bytes) == ("sm90", hopper.target.shared_bytes)
+    assert ampere.prefill == target_of("sm80").prefill
+    for gpu, asked, said in ((l4, "sm90", "227 KiB of shared memory; sm89 is cuda with 99"), (hopper, "gfx942", "hip")):
+        caplog.clear()
+        assert with_tiles(gpu, asked) is gpu
+        assert said in caplog.text
+
+
+@needs_triton
 @pytest.mark.parametrize(
     ("programs", "tokens", "splits"), [(8, 32768, 32), (8, 1024, 4), (8, 100, 1), (2048, 32768, 1), (1, 10**6, 64)]
 )

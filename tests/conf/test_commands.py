@@ -7,6 +7,8 @@ import pytest
 from pagefleet.backends import detect
 from pagefleet.backends.cpu import host
 from pagefleet.runtime import cli
+from pagefleet.runtime.compose import load_config
+from pagefleet.runtime.sizes import parse_size
 
 
 def test_plan_of_a_tiny_checkpoint_by_hand(tiny_checkpoint, capsys):
@@ -46,6 +48,25 @@ def test_plan_prints_a_table(tiny_checkpoint, capsys):
     out = capsys.readouterr().out
     assert "weights" in out
     assert "sequences of 512" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["generic", "epyc_genoa", "h200", "h100", "a100", "l4", "rtx4090", "mi300x", "mi325x", "mi355x", "rx7900xtx"],
+)
+def test_plan_for_a_card_that_is_not_here_counts_that_cards_memory(tiny_checkpoint, capsys, name, detected):
+    command = ["plan", f"model.path={tiny_checkpoint}", "backend=reference", "plan.json=true", f"hardware={name}"]
+    assert cli.main(command) == 0
+    facts = json.loads(capsys.readouterr().out)
+    memory = load_config([f"hardware={name}"]).hardware.memory
+    if memory is None:  # a processor: there is one here
+        assert (facts["memory_source"], facts["backend"]) == ("free now", "reference")
+    else:
+        assert (facts["memory_source"], facts["backend"]) == ("hardware.memory", name)
+        assert facts["memory_free_bytes"] == parse_size(memory)
+    detected["target"] = detect.Target(name, "there it is")
+    assert cli.main(command) == 0
+    assert json.loads(capsys.readouterr().out)["memory_source"] == "free now"
 
 
 def test_plan_of_a_file_that_is_no_model_is_refused(tmp_path, capsys):

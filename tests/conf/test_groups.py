@@ -7,13 +7,25 @@ import pytest
 from omegaconf import OmegaConf
 
 from pagefleet.backends import detect
+from pagefleet.kernels.triton.targets import TARGETS
 from pagefleet.runtime.compose import leaf_types, load_config
-from pagefleet.runtime.config import COMMANDS, BenchConfig, Config, GateConfig, JobConfig, check_ready, result_shaping
+from pagefleet.runtime.config import (
+    COMMANDS,
+    TILES,
+    BenchConfig,
+    Config,
+    GateConfig,
+    JobConfig,
+    check_ready,
+    result_shaping,
+)
 from pagefleet.runtime.errors import ConfigError
 
 CONF = files("pagefleet.conf")
 GROUPS = ("backend", "hardware", "precision", "cache", "scheduler", "speculation", "model")
-HARDWARE = ("generic", "laptop", "epyc_genoa", "xeon_spr", "xeon_icx", "h200", "a100", "l4", "mi300x", "rx7900xtx")
+CPUS = ("generic", "laptop", "epyc_genoa", "xeon_spr", "xeon_icx")
+GPUS = ("h200", "h100", "a100", "l4", "rtx4090", "mi300x", "mi325x", "mi355x", "rx7900xtx")
+HARDWARE = (*CPUS, *GPUS)
 
 
 def options(group):
@@ -53,6 +65,26 @@ def test_a_hardware_target_sets_the_three_knobs_and_gives_a_reason_for_each(name
         assert lines, f"{name} sets {knob} without a reason"
         assert len(lines[-1].partition("#")[2].strip()) > 10
     assert load_config([f"hardware={name}"]).hardware.name == name
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_gpu_target_sets_budgets_graphs_and_tiles_with_a_reason_for_each(name):
+    lines = (CONF / "hardware" / f"{name}.yaml").read_text().splitlines()
+    for knob in ("memory", "tiles", "graph_buckets", "memory_fraction", "max_batched_tokens", "max_sequences"):
+        (at,) = (i for i, line in enumerate(lines) if line.strip().startswith(f"{knob}: "))
+        reason = lines[at - 1 if knob == "graph_buckets" else at].partition("#")[2]
+        assert len(reason.strip()) > 10, f"{name} sets {knob} without a reason"
+    config = load_config([f"hardware={name}"])
+    assert config.backend.tiles in TILES
+    assert config.backend.graph_buckets[-1] == config.scheduler.max_sequences, "full steps would not be graphs"
+    assert config.scheduler.max_batched_tokens >= 4 * config.speculation.break_even_rows, "prefill would idle the cores"
+    shorter = config.cache.memory_fraction < load_config([]).cache.memory_fraction
+    assert not shorter, "a card has less beside the engine than a host"
+    assert load_config([f"hardware={name}", "backend=cuda"]).backend.graph_buckets == config.backend.graph_buckets
+
+
+def test_tiles_can_be_those_of_every_architecture_of_the_kernels():
+    assert set(TILES) == {"auto", *TARGETS} - {"interpreter"}
 
 
 def test_hardware_auto_takes_the_values_of_the_detected_target_for_the_backend(detected):

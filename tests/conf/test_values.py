@@ -22,6 +22,8 @@ REFUSED = [
     ("backend.graph_buckets=[]", "backend.graph_buckets: expected different numbers", "got []"),
     ("backend.graph_buckets=[8,2]", "backend.graph_buckets: expected different numbers", "got [8, 2]"),
     ("backend.graph_buckets=[a]", "backend.graph_buckets", "'a'"),
+    ("backend.tiles=sm100", "backend.tiles: expected one of auto, sm80", "did you mean"),
+    ("hardware.memory=lots", "hardware.memory: expected a size such as 2GiB", "'lots'"),
     ("cache.blocksize=3", "cache.blocksize: no such key", "did you mean 'cache.block_size'"),
     ("+cache.foo=1", "cache.foo: no such key", "allowed: cache.dtype, cache.block_size"),
     ("schedular.max_sequences=3", "schedular.max_sequences: no such key", "did you mean 'scheduler.max_sequences'"),
@@ -154,7 +156,7 @@ def test_what_a_gpu_backend_is_asked_for_reaches_it(monkeypatch):
     create = registry.create
     monkeypatch.setattr(registry, "create", lambda name, options: given.update(options.extra) or create(name, options))
     create_backend(load_config(["backend=reference", *asked]))
-    assert given == {"attention": "triton", "graphs": "off", "graph_buckets": [1, 2, 8]}
+    assert given == {"attention": "triton", "graphs": "off", "graph_buckets": [1, 2, 8], "tiles": "auto"}
 
 
 def test_small_numbers_stay_numbers():
