@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from hydra import compose, initialize_config_module
@@ -27,18 +25,11 @@ from pagefleet.runtime.config import (
     suggestion,
 )
 from pagefleet.runtime.errors import ConfigError
+from pagefleet.runtime.home import home_folder
 
 CONF_MODULE = "pagefleet.conf"
 _COMMAND_SECTIONS = {"batch": "job", "plan": "plan", "doctor": "doctor", "bench": "bench", "gate": "gate"}
 _LATER_OPTIONS = {"precision": LATER_PRECISIONS}
-
-
-def home_folder() -> Path:
-    """The cache folder: $PAGEFLEET_HOME, else $XDG_CACHE_HOME/pagefleet, else ~/.cache/pagefleet."""
-    if home := os.environ.get("PAGEFLEET_HOME"):
-        return Path(home)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "pagefleet"
 
 
 def register_resolvers() -> None:

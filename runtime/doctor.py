@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pagefleet.runtime.compose import home_folder
 from pagefleet.runtime.config import DECLARED_BACKENDS, Config
+from pagefleet.runtime.home import home_folder
 from pagefleet.runtime.sizes import format_size
 
 PACKAGES = ("pagefleet", "torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "llguidance", "gguf")

@@ -31,8 +31,9 @@ from bench_peers.table import markdown
 from pagefleet.runtime.bench.command import ceilings_of, model_sizes
 from pagefleet.runtime.bench.floor import KV_BYTES, WEIGHT_BYTES, floor
 from pagefleet.runtime.bench.workloads import SMALL_WORKLOADS, WORKLOADS, TokenSource, Workload, read_text, warmup
-from pagefleet.runtime.compose import home_folder, load_config
+from pagefleet.runtime.compose import load_config
 from pagefleet.runtime.errors import PagefleetError
+from pagefleet.runtime.home import home_folder
 from pagefleet.runtime.text.tokenizer import Tokenizer
 
 _BLOCK = 16

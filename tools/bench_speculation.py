@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pagefleet.runtime import LLM, SamplingParams
-from pagefleet.runtime.compose import home_folder
 from pagefleet.runtime.config import SpeculationConfig
+from pagefleet.runtime.home import home_folder
 
 PROMPTS = Path(__file__).parent / "data" / "speculation_prompts.json"
 Clock = Callable[[], float]

@@ -22,7 +22,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagefleet.runtime.compose import home_folder
+from pagefleet.runtime.home import home_folder
 
 _CHUNK = 1 << 20
 

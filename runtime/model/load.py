@@ -11,8 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagefleet.runtime.compose import home_folder
 from pagefleet.runtime.errors import ModelError
+from pagefleet.runtime.home import home_folder
 from pagefleet.runtime.weights import tensor_infos
 
 from .gguf import cached_checkpoint, convert_gguf

@@ -6,8 +6,8 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import llguidance
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from pagefleet.runtime.errors import ErrorCode, RequestError
 from pagefleet.runtime.sampling_params import StructuredOutput
 from pagefleet.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
 
 _CACHED = 256
 # JSON allows any amount of white space between tokens, and small models then write nothing else until max_tokens.
@@ -129,32 +132,41 @@ class GrammarFactory:
     def _compile(self, text: str) -> Grammar:
         if self._vocabulary is None:  # about a second for large vocabularies
             self._vocabulary = _vocabulary(self._tokenizer, self._eos)
-        limits = llguidance.LLParserLimits(verbose_errors=False)  # verbose ones print the parser's state
-        matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
+        limits = _library().LLParserLimits(verbose_errors=False)  # verbose ones print the parser's state
+        matcher = _library().LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(ErrorCode.GRAMMAR, f"structured output: {matcher.get_error()}")
         return Grammar(matcher)
+
+
+def _library() -> Any:
+    """llguidance, which only grammars need. Raises RequestError where it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        message = "structured output needs the package llguidance: pip install llguidance"
+        raise RequestError(ErrorCode.GRAMMAR, message) from error
+    return llguidance
 
 
 def _vocabulary(tokenizer: Tokenizer, eos: list[int]) -> llguidance.LLTokenizer:
     backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())  # a copy: the next two lines change it
     backend.no_padding()
     backend.no_truncation()
-    return llguidance.LLTokenizer(backend.to_str(), n_vocab=tokenizer.vocab_size, eos_token=eos)
+    return _library().LLTokenizer(backend.to_str(), n_vocab=tokenizer.vocab_size, eos_token=eos)
 
 
 def _grammar_text(structured: StructuredOutput) -> str:
+    matcher = _library().LLMatcher
     try:
         if structured.regex is not None:
-            return llguidance.LLMatcher.grammar_from_regex(structured.regex)
+            return matcher.grammar_from_regex(structured.regex)
         if structured.choice is not None:
             alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in structured.choice)
-            return llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}")
+            return matcher.grammar_from_lark(f"start: {alternatives}")
         schema = structured.json_schema
         schema = json.loads(schema) if isinstance(schema, str) else dict(schema or {})
-        return llguidance.LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), defaults={"whitespace_pattern": _JSON_WHITESPACE}
-        )
+        return matcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _JSON_WHITESPACE})
     except UnicodeEncodeError as error:
         raise RequestError(ErrorCode.GRAMMAR, f"structured output: lone surrogate in its text: {error}") from error
     except (ValueError, TypeError) as error:

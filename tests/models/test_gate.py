@@ -10,10 +10,10 @@ import torch
 
 from pagefleet.backends.base import Backend
 from pagefleet.runtime import cli
-from pagefleet.runtime.compose import home_folder
 from pagefleet.runtime.config import GateConfig
 from pagefleet.runtime.errors import ConfigError
 from pagefleet.runtime.gate import Trace, compare, read_text, trace
+from pagefleet.runtime.home import home_folder
 from pagefleet.runtime.model.open import open_module
 
 

@@ -172,7 +172,7 @@ def test_readme_python_example_uses_names_and_arguments_that_exist() -> None:
 
 
 def test_readme_python_example_runs_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
-    from pagefleet.runtime.compose import home_folder
+    from pagefleet.runtime.home import home_folder
 
     model = home_folder() / "models" / "smollm2-135m-instruct"
     if not model.is_dir():
