@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagefleet.runtime.outputs import CompletionOutput, RequestOutput
 from pagefleet.runtime.sampling_params import SamplingParams, StructuredOutput
-from pagefleet.runtime.startup import no_collection
+from pagefleet.runtime.startup import no_collection, spin_briefly_at_barriers
 
 if TYPE_CHECKING:
     from pagefleet.runtime.llm import LLM
@@ -16,6 +16,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Struct
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
+        spin_briefly_at_barriers()
         with no_collection():
             from pagefleet.runtime.llm import LLM
 

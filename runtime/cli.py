@@ -18,6 +18,7 @@ from pagefleet.backends import detect
 from pagefleet.runtime.compose import config_errors, explain, keep_text, register_resolvers, to_config
 from pagefleet.runtime.config import COMMANDS, Config, check_ready, result_shaping, suggestion
 from pagefleet.runtime.errors import ConfigError, PagefleetError
+from pagefleet.runtime.startup import spin_briefly_at_barriers
 
 log = logging.getLogger("pagefleet.runtime.cli")  # also when it runs as __main__
 
@@ -42,8 +43,7 @@ pagefleet COMMAND --help lists its groups, keys and flags."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (the constants above)."""
-    # read when torch loads its OpenMP: threads that spin at barriers starve each other when something else uses a core
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    spin_briefly_at_barriers()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(USAGE, file=sys.stderr)

@@ -13,8 +13,8 @@ CPU_INDEX=https://download.pytorch.org/whl/cpu
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${PAGEFLEET_VENV:-$ROOT/.venv}
 ENV_PYTHON=$VENV/bin/python
-# threads that spin at barriers starve each other when something else uses a core
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+# threads that spin long at barriers starve each other when something else uses a core (see runtime/startup.py)
+[[ -n ${OMP_WAIT_POLICY:-} ]] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 say() { printf '\n== %s\n' "$*" >&2; }

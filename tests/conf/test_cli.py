@@ -7,7 +7,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from pagefleet.runtime import cli
+from pagefleet.runtime import cli, startup
 from pagefleet.runtime.errors import ConfigError, ModelError
 
 
@@ -247,11 +247,25 @@ def test_as_a_program_the_exit_code_reaches_the_shell(tmp_path):
     assert done.stderr.startswith("pagefleet: hardware: expected one of")
 
 
-@pytest.mark.parametrize(("asked", "spins"), [(None, "0"), ("active", "30000000000")])
-def test_openmp_threads_sleep_at_barriers_unless_the_user_says_otherwise(asked, spins):
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "verbose"}
-    environment |= {"OMP_WAIT_POLICY": asked} if asked else {}
-    line = [sys.executable, "-m", "pagefleet.runtime.cli", "doctor"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environment)
+@pytest.mark.parametrize(
+    ("asked", "spins"), [({}, "10000"), ({"OMP_WAIT_POLICY": "passive"}, "0"), ({"GOMP_SPINCOUNT": "77"}, "77")]
+)
+@pytest.mark.parametrize(
+    "line", [["-m", "pagefleet.runtime.cli", "doctor"], ["-c", "from pagefleet.runtime import LLM"]], ids=["cli", "api"]
+)
+def test_openmp_threads_spin_briefly_at_barriers_unless_the_user_says_otherwise(line, asked, spins):
+    unset = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {k: v for k, v in os.environ.items() if k not in unset} | {"OMP_DISPLAY_ENV": "verbose"} | asked
+    done = subprocess.run([sys.executable, *line], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr  # torch's OpenMP says what it took; 300000 if nobody says
+
+
+def test_openmp_is_left_alone_once_torch_is_there(caplog, monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    with caplog.at_level("INFO"):
+        startup.spin_briefly_at_barriers()
+    assert "GOMP_SPINCOUNT" not in os.environ
+    assert "GOMP_SPINCOUNT=10000" in caplog.text
