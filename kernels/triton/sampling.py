@@ -2,6 +2,9 @@
 
 Top-k and top-p find their bound by radix selection over the bits of each token's distance from the most likely one,
 four bits a pass: eight passes over a row that stays in the second-level cache, whatever k and p are.
+
+A row belongs to one program. Each of its lanes keeps the best (or the sum) of the columns it has seen, and the lanes
+are compared once, after the last column: a reduction on the way would have the whole program wait for each tile.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 1024
+COLUMNS = 4096  # of one step over a row: sixteen elements a thread
+BUCKET_COLUMNS = 1024  # of one step of a selection, which keeps sixteen sums a column
+WARPS = 8
 
 
 @triton.jit
@@ -19,24 +24,29 @@ def _values(logits, columns, vocab):
 
 
 @triton.jit
+def _first_of(best, at):
+    """The lowest column among the lanes whose best is the best of all."""
+    return tl.min(tl.where(best == tl.max(best, 0), at, 0x7FFFFFFF), 0)
+
+
+@triton.jit
 def largest_kernel(ids, values, logits, stride, vocab, COLUMNS: tl.constexpr):
     """One row: the first id of its largest logit; NaN is larger than all else."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    best = -0x7FFFFFFF
-    at = 0
+    best = tl.full((COLUMNS,), -0x7FFFFFFF, tl.int32)
+    at = tl.zeros((COLUMNS,), tl.int32)
     for start in range(0, vocab, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         x = _values(logits, columns, vocab) + 0.0  # makes -0.0 equal to 0.0
         bits = x.to(tl.int32, bitcast=True)
         order = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-        order = tl.where(columns < vocab, order, -0x7FFFFFFF)
-        here = tl.max(order, 0)
-        if here > best:
-            best = here
-            at = tl.min(tl.where(order == here, columns, 0x7FFFFFFF), 0)
-    tl.store(ids + row, at)
-    tl.store(values + row, tl.load(logits + at).to(tl.float32))
+        better = (order > best) & (columns < vocab)
+        best = tl.where(better, order, best)
+        at = tl.where(better, columns, at)
+    first = _first_of(best, at)
+    tl.store(ids + row, first)
+    tl.store(values + row, tl.load(logits + first).to(tl.float32))
 
 
 @triton.jit
@@ -53,7 +63,7 @@ def _bound(logits, vocab, largest, temperature, within, target, BY_MASS: tl.cons
     below = tl.zeros((1,), tl.float64)
     for step in range(8):
         shift = 28 - 4 * step
-        sums = tl.zeros((16,), tl.float64)
+        lanes = tl.zeros((16, COLUMNS), tl.float32)
         for start in range(0, vocab, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             distance = _distances(logits, columns, vocab, largest, temperature)
@@ -62,7 +72,8 @@ def _bound(logits, vocab, largest, temperature, within, target, BY_MASS: tl.cons
             amount = tl.exp(-distance) if BY_MASS else tl.full((COLUMNS,), 1.0, tl.float32)
             amount = tl.where(inside, amount, 0.0)
             digit = (bits >> shift) & 15
-            sums += tl.sum(tl.where(digit[None, :] == buckets[:, None], amount[None, :], 0.0), 1).to(tl.float64)
+            lanes += tl.where(digit[None, :] == buckets[:, None], amount[None, :], 0.0)
+        sums = tl.sum(lanes.to(tl.float64), 1)
         reached = below + tl.cumsum(sums, 0)
         chosen = tl.sum((reached < target).to(tl.int32), 0)
         chosen = tl.minimum(chosen, tl.max(tl.where(sums > 0.0, buckets, 0), 0))  # rounding may leave it short
@@ -98,6 +109,7 @@ def draw_kernel(
     stride,
     vocab,
     COLUMNS: tl.constexpr,
+    BUCKET_COLUMNS: tl.constexpr,
 ):
     """One draw: the largest weight / noise among what min_p (a bound on the distance), top-k and top-p leave."""
     draw = tl.program_id(0).to(tl.int64)
@@ -105,28 +117,26 @@ def draw_kernel(
     top, key, temperature = tl.load(largest + draw), tl.load(keys + draw), tl.load(temperatures + draw)
     top_k, top_p, within = tl.load(top_ks + draw), tl.load(top_ps + draw), tl.load(floors + draw)
     if (top_k > 0) & (top_k < vocab):
-        among_all = _bound(logits, vocab, top, temperature, float("inf"), top_k.to(tl.float64), False, COLUMNS)
+        among_all = _bound(logits, vocab, top, temperature, float("inf"), top_k.to(tl.float64), False, BUCKET_COLUMNS)
         within = tl.minimum(within, among_all)
     if top_p < 1.0:
-        mass = tl.zeros((1,), tl.float64)
+        mass = tl.zeros((COLUMNS,), tl.float32)
         for start in range(0, vocab, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             distance = _distances(logits, columns, vocab, top, temperature)
-            mass += tl.sum(tl.where(distance <= within, tl.exp(-distance), 0.0), 0).to(tl.float64)
-        target = tl.sum(mass, 0) * top_p.to(tl.float64)
-        within = tl.minimum(within, _bound(logits, vocab, top, temperature, within, target, True, COLUMNS))
-    best = -1.0
-    at = 0
+            mass += tl.where(distance <= within, tl.exp(-distance), 0.0)
+        target = tl.sum(mass.to(tl.float64), 0) * top_p.to(tl.float64)
+        within = tl.minimum(within, _bound(logits, vocab, top, temperature, within, target, True, BUCKET_COLUMNS))
+    best = tl.full((COLUMNS,), -1.0, tl.float32)
+    at = tl.zeros((COLUMNS,), tl.int32)
     for start in range(0, vocab, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         distance = _distances(logits, columns, vocab, top, temperature)
         scores = tl.exp(-distance) / _exponential(key, columns)
-        scores = tl.where((columns < vocab) & (distance <= within), scores, -1.0)
-        here = tl.max(scores, 0)
-        if here > best:
-            best = here
-            at = tl.min(tl.where(scores == here, columns, 0x7FFFFFFF), 0)
-    tl.store(ids + draw, at)
+        better = (columns < vocab) & (distance <= within) & (scores > best)
+        best = tl.where(better, scores, best)
+        at = tl.where(better, columns, at)
+    tl.store(ids + draw, _first_of(best, at))
 
 
 @triton.jit
@@ -135,18 +145,21 @@ def score_kernel(logprobs, ranks, totals, logits, rows, ids, stride, vocab, COLU
     item = tl.program_id(0).to(tl.int64)
     logits += tl.load(rows + item) * stride
     chosen = tl.load(logits + tl.load(ids + item)).to(tl.float32)
-    highest, total, larger = float("-inf"), 0.0, 0
+    highest = tl.full((COLUMNS,), float("-inf"), tl.float32)
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    larger = tl.zeros((COLUMNS,), tl.int32)
     for start in range(0, vocab, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        x = _values(logits, columns, vocab)
-        raised = tl.maximum(highest, tl.max(x, 0))
-        reference = tl.where(raised == float("-inf"), 0.0, raised)
-        total = total * tl.exp(highest - reference) + tl.sum(tl.exp(x - reference), 0)
+        x = _values(logits, start + tl.arange(0, COLUMNS), vocab)
+        raised = tl.maximum(highest, x)
+        reference = tl.where(raised == float("-inf"), 0.0, raised)  # a lane that has seen nothing yet
+        sums = sums * tl.exp(highest - reference) + tl.exp(x - reference)
         highest = raised
-        larger += tl.sum((x > chosen).to(tl.int32), 0)
-    total = highest + tl.log(total)
+        larger += (x > chosen).to(tl.int32)
+    overall = tl.max(highest, 0)
+    reference = tl.where(overall == float("-inf"), 0.0, overall)
+    total = reference + tl.log(tl.sum(sums * tl.exp(highest - reference), 0))
     tl.store(logprobs + item, chosen - total)
-    tl.store(ranks + item, larger + 1)
+    tl.store(ranks + item, tl.sum(larger, 0) + 1)
     tl.store(totals + item, total)
 
 
@@ -156,7 +169,7 @@ def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.empty(count, dtype=torch.int64, device=logits.device)
     values = torch.empty(count, dtype=torch.float32, device=logits.device)
     if count:
-        largest_kernel[(count,)](ids, values, logits, logits.stride(0), vocab, COLUMNS=COLUMNS)
+        largest_kernel[(count,)](ids, values, logits, logits.stride(0), vocab, COLUMNS=COLUMNS, num_warps=WARPS)
     return ids, values
 
 
@@ -181,7 +194,7 @@ def draw(
     if len(rows):
         draw_kernel[(len(rows),)](
             ids, logits, rows, largest, keys, temperatures, top_k, top_p, floors, logits.stride(0), logits.shape[1],
-            COLUMNS=COLUMNS, num_warps=8,
+            COLUMNS=COLUMNS, BUCKET_COLUMNS=BUCKET_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
     return ids
 
@@ -194,6 +207,7 @@ def score(
     ranks = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     if len(rows):
         score_kernel[(len(rows),)](
-            logprobs, ranks, totals, logits, rows, ids, logits.stride(0), logits.shape[1], COLUMNS=COLUMNS
-        )
+            logprobs, ranks, totals, logits, rows, ids, logits.stride(0), logits.shape[1],
+            COLUMNS=COLUMNS, num_warps=WARPS,
+        )  # fmt: skip
     return logprobs, ranks, totals

@@ -10,7 +10,7 @@ import torch
 from pagefleet.kernels import reference
 from pagefleet.kernels.triton.sampling import draw, largest, score
 
-VOCAB = 2500  # three programs' worth of columns, the last one not full
+VOCAB = 9500  # three programs' worth of columns, the last one not full
 
 
 def logits_of(rows, dtype=torch.float32, scale=3.0):
@@ -38,13 +38,13 @@ def draw_all(logits, keys, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_largest_logit_is_found_and_the_first_of_equals(dtype):
     x = logits_of(5, dtype)
-    x[1, [2300, 7, 1100]] = 50.0
-    x[2, 2499] = torch.nan
+    x[1, [9300, 7, 4100]] = 50.0
+    x[2, VOCAB - 1] = torch.nan
     x[3] = -math.inf
     x[4, 5], x[4, 3:5], x[4, 6:] = 0.0, -0.0, -1.0
     x[4, :3] = -2.0
     ids, values = largest(x)
-    assert ids.tolist() == [int(x[0].argmax()), 7, 2499, 0, 3]
+    assert ids.tolist() == [int(x[0].argmax()), 7, VOCAB - 1, 0, 3]
     assert values[:2].tolist() == [float(x[0].max()), 50.0]
     assert values[2].isnan()
     assert values[3] == -math.inf
@@ -93,7 +93,7 @@ def test_small_noise_is_exact_where_it_decides():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probabilities_ranks_and_totals(dtype):
     x = logits_of(3, dtype)
-    rows, ids = torch.tensor([0, 0, 2, 1]), torch.tensor([0, 2499, 1234, 77])
+    rows, ids = torch.tensor([0, 0, 2, 1]), torch.tensor([0, VOCAB - 1, 1234, 77])
     x[1, 77] = x[1].max() + 1
     logprobs, ranks, totals = score(x, rows, ids)
     exact = x.double()
