@@ -94,6 +94,23 @@ def compiling_for(target: Target) -> Iterator[list[Compiled]]:
         driver._active = active  # `reset_active` fails where there is no GPU
 
 
+@contextmanager
+def recording() -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Collect (kernel, what is fixed when it is compiled) of launches; nothing is compiled."""
+    run: Callable[..., Any] = JITFunction.run
+    done: list[tuple[str, dict[str, Any]]] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        given = dict(zip((p.name for p in self.params), args, strict=False)) | options
+        done.append((self.fn.__name__, {p.name: given[p.name] for p in self.params if p.is_constexpr}))
+
+    JITFunction.run = record
+    try:
+        yield done
+    finally:
+        JITFunction.run = run
+
+
 def _examined(kernel: Any, name: str, target: Target, seconds: float) -> Compiled:
     code = kernel.asm["cubin" if target.vendor == "cuda" else "hsaco"]
     if target.vendor == "cuda":

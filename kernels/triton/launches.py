@@ -1,6 +1,6 @@
 """Launches of every kernel in every configuration that the backends use, on tensors of zeros: for compiling ahead.
 
-`covering` is a set in which every kernel, KV kind, compute dtype and attention feature occurs once; `every` is the
+`covering` is the smallest set in which every branch that a kernel takes when it is compiled occurs; `every` is the
 whole product over the head shapes of real models.
 """
 
@@ -41,15 +41,15 @@ HEADS = ((32, 8, 128), (28, 4, 128), (4, 1, 256), (32, 32, 96), (9, 3, 64), (12,
 
 
 def _caches(
-    kv_heads: int, size: int, dtype: torch.dtype, kind: str | None, group_size: int | None
+    kv_heads: int, size: int, dtype: torch.dtype, kind: str | None, group_size: int | None, block_size: int = 16
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedViews | None]:
     held = {None: dtype, "int8": torch.int8}.get(kind, torch.uint8)
-    shape = (2, kv_heads, 16, size)
+    shape = (2, kv_heads, block_size, size)
     keys, values = (torch.zeros(shape, dtype=held).transpose(1, 2) for _ in range(2))
     if kind is None:
         return keys, values, None
     groups = 1 if group_size is None else -(-size // group_size)
-    scales = [torch.zeros(2, kv_heads, 16, groups).transpose(1, 2) for _ in range(2)]
+    scales = [torch.zeros(2, kv_heads, block_size, groups).transpose(1, 2) for _ in range(2)]
     return keys, values, QuantizedViews(kind, scales[0], scales[1], group_size)
 
 
@@ -61,13 +61,14 @@ def _attention(
     group_size: int | None = None,
     decode: bool = False,
     features: dict[str, object] | None = None,
+    block_size: int = 16,
 ) -> Launch:
     num_heads, kv_heads, size = shape
     padded = formats.padded(size)
     tiles = target.attention(num_heads // kv_heads, padded, padded, dtype.itemsize, decode)
 
     def launch() -> object:
-        keys, values, quantized = _caches(kv_heads, size, dtype, kind, group_size)
+        keys, values, quantized = _caches(kv_heads, size, dtype, kind, group_size, block_size)
         places = (torch.zeros(2, 16).int(), torch.zeros(3).int(), torch.zeros(2).int())
         return attention.paged_attention(
             torch.zeros(32, num_heads, size, dtype=dtype),
@@ -87,24 +88,37 @@ def _attention(
 
 
 def _heads(
-    shape: tuple[int, int, int], dtype: torch.dtype, kind: str | None, group_size: int | None = None, **options: bool
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    kind: str | None,
+    group_size: int | None = None,
+    norm: str | None = None,
+    value_norm: bool = False,
+    rotary: bool = True,
+    **options: bool,
 ) -> Launch:
     num_heads, kv_heads, size = shape
 
     def launch() -> object:
         keys, values, quantized = _caches(kv_heads, size, dtype, kind, group_size)
-        norms = None
-        if options.get("norms"):
-            everything = max(num_heads, kv_heads) * size
-            parameters = ("rms", torch.zeros(everything if options.get("all_heads") else size), None, 1e-6)
-            norms = heads.HeadNorms(parameters, parameters, None, options.get("all_heads", False))
-        angles, slots = torch.zeros(3, size // 2), torch.zeros(3).long()
+        parameters = None
+        if norm is not None:
+            weight = torch.zeros(max(num_heads, kv_heads) * size if options.get("all_heads") else size)
+            parameters = (norm, weight, weight if norm == "layer" else None, 1e-6)
+        norms = heads.HeadNorms(
+            parameters,
+            parameters,
+            parameters if value_norm else None,
+            options.get("all_heads", False),
+            options.get("after_rotary", False),
+        )
+        angles, slots = torch.zeros(3, size // 2) if rotary else None, torch.zeros(3).long()
         return heads.query_and_store(
             torch.zeros(3, (num_heads + 2 * kv_heads) * size, dtype=dtype), num_heads, keys, values, slots,
             cos=angles, sin=angles, interleaved=options.get("interleaved", False), norms=norms, quantized=quantized,
         )  # fmt: skip
 
-    words = ["x".join(map(str, shape)), str(dtype).removeprefix("torch."), kind or "plain", *options]
+    words = ["x".join(map(str, shape)), str(dtype).removeprefix("torch."), kind or "plain", norm or "no norm", *options]
     return f"heads {' '.join(words)}", launch
 
 
@@ -123,6 +137,9 @@ def _rows(width: int, dtype: torch.dtype, kind: str) -> Iterator[Launch]:
     yield f"norm {kind} {width} {dtype}", lambda: rows.add_norm(x, None, norm)
     yield f"residual, norm {kind} {width} {dtype}", lambda: rows.add_norm(x, x, norm)
     yield f"post norm, residual, norm {kind} {width} {dtype}", lambda: rows.add_norm(x, x, norm, norm)
+    bare = (kind, None, None, 1e-6)
+    yield f"post norm, residual {kind} {width} {dtype}", lambda: rows.add_norm(x, x, None, norm)
+    yield f"bare post norm, residual, bare norm {kind} {width} {dtype}", lambda: rows.add_norm(x, x, bare, bare)
 
 
 def _small(dtype: torch.dtype) -> Iterator[Launch]:
@@ -146,18 +163,22 @@ def _sampling(dtype: torch.dtype) -> Iterator[Launch]:
 def covering(target: Target) -> Iterator[Launch]:
     """A few launches in which everything occurs; a minute for all targets together on one core."""
     llama, smol, bf16 = HEADS[0], HEADS[4], torch.bfloat16
-    yield _attention(target, llama, bf16)
-    yield _attention(target, llama, bf16, kind="int8", decode=True)
+    yield _attention(target, llama, bf16, block_size=32)
+    yield _attention(target, llama, bf16, kind="fp8_e4m3", decode=True, block_size=32)
     yield _attention(target, HEADS[2], bf16, kind="int8", group_size=32, features=FEATURES[2])
     yield _attention(target, smol, torch.float32, features=FEATURES[3])
-    yield _attention(target, smol, torch.float16, kind="fp8_e4m3", group_size=32, features=FEATURES[4])
-    yield _heads(llama, bf16, "int8", norms=True)
-    yield _heads(smol, torch.float16, "fp8_e5m2", 32, norms=True, all_heads=True, interleaved=True)
+    yield _attention(target, smol, torch.float16, kind="fp8_e5m2", group_size=32, features=FEATURES[4])
+    yield _heads(llama, bf16, "int8", norm="rms", value_norm=True)
+    yield _heads(smol, torch.float32, None, rotary=False)
+    together = {"all_heads": True, "interleaved": True, "after_rotary": True}
+    yield _heads(smol, torch.float16, "fp8_e5m2", 32, "layer", **together)
     yield _write(llama, bf16, "fp8_e4m3")
     yield _write(smol, torch.float32, None)
-    yield list(_rows(4096, bf16, "rms"))[2]
-    yield list(_rows(576, torch.float32, "layer"))[1]
-    yield from list(_small(bf16))[2::6]
+    yield _write(smol, bf16, "int8", 32)
+    yield _write(smol, torch.float16, "fp8_e5m2")
+    yield from list(_rows(4096, bf16, "rms"))[::2]
+    yield from list(_rows(576, torch.float32, "layer"))[1::2]
+    yield from _small(bf16)
     yield from _sampling(bf16)
 
 
@@ -173,9 +194,11 @@ def every(target: Target) -> Iterator[Launch]:
     for shape, dtype, kind in itertools.product(HEADS, dtypes, KINDS):
         yield _write(shape, dtype, kind)
         yield _heads(shape, dtype, kind)
-        yield _heads(shape, dtype, kind, norms=True)
-        yield _heads(shape, dtype, kind, norms=True, all_heads=True)
+        for norm in ("rms", "layer"):
+            yield _heads(shape, dtype, kind, norm=norm)
+            yield _heads(shape, dtype, kind, norm=norm, all_heads=True, after_rotary=True)
         yield _heads(shape, dtype, kind, interleaved=True)
+        yield _heads(shape, dtype, kind, norm="rms", value_norm=True, rotary=False)
         if kind is not None:
             yield _write(shape, dtype, kind, 32)
             yield _heads(shape, dtype, kind, 32)

@@ -6,7 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,20 +24,26 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@needs_triton
-def test_every_kernel_equals_its_reference_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed
-    assert int(passed[1]) > 100, done.stdout[-500:]
-    assert "skipped" not in done.stdout
+@pytest.fixture(scope="module", autouse=True)
+def interpreted(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str] | None]:
+    """The tests in the interpreter, in a process beside those of this file: either takes most of a minute."""
+    wanted = any("in_the_interpreter" in item.name for item in request.session.items)
+    if kernels.unavailable() or not wanted:
+        yield None
+        return
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"],
+            cwd=ROOT,
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        process.said = said  # type: ignore[attr-defined]
+        yield process
+        process.kill()
+        process.wait()
 
 
 @needs_compiler
@@ -97,6 +106,50 @@ def test_tiles_hold_a_head_group_and_fit_the_shared_memory(group: int, size: int
             assert {tiles.block_m.bit_count(), tiles.tile.bit_count(), tiles.warps.bit_count()} == {1}
             keys_and_values = query_bytes * tiles.stages * tiles.tile * 2 * size
             assert keys_and_values <= target.shared_bytes or tiles.tile == 16
+
+
+def _branch(name: str, constants: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """What a compile-time constant decides: of numbers only whether, and how, what they size is there at all."""
+    value = constants[name]
+    if name.endswith("QUANT_GROUP"):
+        pad = constants["HEAD_PAD" if name.startswith("KEY") else "VALUE_PAD"]
+        yield name, "none" if value == 0 else "whole head" if value == pad else "part of a head"
+    elif name in ("SPLITS", "HALF"):
+        yield name, value > (name == "SPLITS")
+    elif isinstance(value, tuple):
+        yield from ((f"{name}[{i}]", each) for i, each in enumerate(value))
+    elif isinstance(value, (bool, str)):
+        yield name, value
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_is_compiled_here_takes_every_branch(arch: str) -> None:
+    from pagefleet.kernels.triton import launches
+    from pagefleet.kernels.triton.ahead import recording
+    from pagefleet.kernels.triton.targets import target_of
+
+    def branches(launched: Callable[..., Iterator[Any]]) -> set[tuple[str, str, object]]:
+        with recording() as done:
+            for _, launch in launched(target_of(arch)):
+                launch()
+        return {(kernel, *branch) for kernel, fixed in done for name in fixed for branch in _branch(name, fixed)}
+
+    missing = branches(launches.every) - branches(launches.covering)
+    assert missing <= {("heads_kernel", "KIND", "fp8_e4m3")}  # it stores by the function that write_kernel is made of
+    assert len(branches(launches.covering)) > 70
+
+
+@needs_triton
+def test_every_kernel_equals_its_reference_in_the_interpreter(interpreted: subprocess.Popen[str]) -> None:
+    code = interpreted.wait()
+    interpreted.said.seek(0)  # type: ignore[attr-defined]
+    said = interpreted.said.read()  # type: ignore[attr-defined]
+    assert code == 0, said[-8000:]
+    passed = re.search(r"(\d+) passed", said)
+    assert passed
+    assert int(passed[1]) > 100, said[-500:]
+    assert "skipped" not in said
 
 
 def test_without_triton_the_reason_and_the_remedy_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
