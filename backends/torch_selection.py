@@ -35,7 +35,5 @@ class TorchSelection:
         """See `Selection.score`."""
         scores = []
         for row, token_id in zip(rows, token_ids, strict=True):
-            values = logits[row].float()
-            chosen, total = values[token_id], torch.logsumexp(values, dim=0)
-            scores.append(Score(float(chosen - total), 1 + int((values > chosen).sum()), float(total)))
+            scores.append(Score(*reference.score_token(logits[row], token_id)))
         return scores

@@ -1,7 +1,7 @@
 """Each op in plain torch, obvious and slow: the specification that every kernel is tested against."""
 
 from .attention import paged_attention
-from .cache import copy_blocks, quantize_int8, write_kv
+from .cache import copy_blocks, move_blocks, quantize_int8, write_kv
 from .heads import query_and_store
 from .linear import (
     QuantizedWeight,
@@ -12,7 +12,7 @@ from .linear import (
 )
 from .quantized import dequantize, quantize
 from .rows import activation, norm, rotate
-from .selection import draw_token, exponential
+from .selection import draw_token, exponential, largest_token, score_token
 
 __all__ = [
     "QuantizedWeight",
@@ -21,6 +21,8 @@ __all__ = [
     "dequantize",
     "draw_token",
     "exponential",
+    "largest_token",
+    "move_blocks",
     "norm",
     "paged_attention",
     "quantize",
@@ -31,5 +33,6 @@ __all__ = [
     "quantized_linear",
     "query_and_store",
     "rotate",
+    "score_token",
     "write_kv",
 ]

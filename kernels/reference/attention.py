@@ -9,6 +9,8 @@ import itertools
 
 import torch
 
+from .quantized import CODES, dequantize
+
 
 def paged_attention(
     query: torch.Tensor,
@@ -24,6 +26,8 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    kind: str = "int8",
+    group_size: int | None = None,
     alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the step's queries over cached tokens; prefill and decode are one thing.
@@ -37,7 +41,8 @@ def paged_attention(
         window: how many tokens a query sees, its own included; None sees all before it.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: [Hq], a score per head that takes part in the softmax and carries no value.
-        key_scales, value_scales: [num_blocks, block_size, Hkv], what an int8 cache is multiplied with.
+        key_scales, value_scales: [num_blocks, block_size, Hkv] or [..., groups], of an 8-bit cache only.
+        kind, group_size: as in `quantize`; the bits of 8-bit floats lie in uint8 caches.
         alibi_slopes: [Hq]; a score falls by the head's slope for each token of distance (Press et al., 2022).
 
     Returns:
@@ -62,11 +67,17 @@ def paged_attention(
             seen, blocks = seen[blocks != 0], blocks[blocks != 0]
             if len(seen) == 0:
                 continue
-            keys = key_cache[blocks, seen % block_size].to(dtype)  # [L, Hkv, D]
-            values = value_cache[blocks, seen % block_size].to(dtype)
+            keys, values = key_cache[blocks, seen % block_size], value_cache[blocks, seen % block_size]  # [L, Hkv, D]
             if key_scales is not None and value_scales is not None:
-                keys = keys * key_scales[blocks, seen % block_size, :, None].to(dtype)
-                values = values * value_scales[blocks, seen % block_size, :, None].to(dtype)
+                keys, values = (
+                    dequantize(
+                        codes.view(CODES[kind]),
+                        scales[blocks, seen % block_size].view(*codes.shape[:2], -1),
+                        group_size,
+                    )
+                    for codes, scales in ((keys, key_scales), (values, value_scales))
+                )
+            keys, values = keys.to(dtype), values.to(dtype)
             grouped = query[t].to(dtype).view(num_kv_heads, num_heads // num_kv_heads, -1)
             scores = torch.einsum("hgd,lhd->hgl", grouped, keys) * scale
             if softcap is not None:

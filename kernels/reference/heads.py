@@ -23,12 +23,16 @@ def query_and_store(
     norms: tuple[Parameters | None, Parameters | None, Parameters | None] = (None, None, None),
     norm_all_heads: bool = False,
     norm_after_rotary: bool = False,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+    kind: str = "int8",
+    group_size: int | None = None,
 ) -> torch.Tensor:
     """Normalise and rotate the queries and keys of qkv, store keys and values; returns queries [T, Hq, D].
 
     Args:
         qkv: [T, (Hq + Hkv) * D + Hkv * Dv]: queries, keys, values, head by head.
-        key_cache, value_cache, slots: as in `write_kv`.
+        key_cache, value_cache, slots, key_scales, value_scales, kind, group_size: as in `write_kv`.
         cos, sin: [T, R / 2] as in `rotate`, or None.
         norms: of queries, keys and values, as in `norm`; over each head of D elements (Dv for values), or, but for
             values, over all heads of a token together with `norm_all_heads`.
@@ -52,5 +56,6 @@ def query_and_store(
     value = parts[2].reshape(tokens, kv_heads, value_dim)
     if norms[2] is not None:
         value = norm(value, *norms[2])
-    write_kv(prepared(parts[1], norms[1]), value, key_cache, value_cache, slots)
+    key = prepared(parts[1], norms[1])
+    write_kv(key, value, key_cache, value_cache, slots, key_scales, value_scales, kind, group_size)
     return prepared(parts[0], norms[0])

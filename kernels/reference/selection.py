@@ -41,6 +41,20 @@ def draw_token(
     return first_largest(weights.div_(exponential(key, ids)), ids)
 
 
+def largest_token(logits: Tensor) -> tuple[int, float]:
+    """The lowest id with the largest of logits [V], and that logit; NaN counts as the largest."""
+    strange = logits.isnan().nonzero()
+    at = int(strange[0]) if len(strange) else int((logits == logits.max()).nonzero()[0])
+    return at, float(logits[at])
+
+
+def score_token(logits: Tensor, token_id: int) -> tuple[float, int, float]:
+    """(log-probability of a token, 1 + the number of larger logits, log-sum-exp) of logits [V]."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    total = torch.logsumexp(wide, dim=0)
+    return float(wide[token_id] - total), 1 + int((wide > wide[token_id]).sum()), float(total)
+
+
 def first_largest(scores: Tensor, ids: Tensor) -> int:
     """The first of `ids` whose score is the largest."""
     # numpy's argmax is eight times as fast as torch's for tensors that it can read without a copy

@@ -16,6 +16,7 @@ from pagefleet.kernels.triton.targets import target_of
 LENGTHS = [40, 1, 17, 0, 15, 9]
 MIXED = [1, 1, 5, 0, 0, 9]  # decodes, a chunk behind a prefix, two sequences without queries, a whole prompt
 DECODES = [1, 1, 1, 0, 2, 1]
+SCALES = ("key_scales", "value_scales", "kind", "group_size")
 SHAPES = [(2, 2, 16, 16), (6, 2, 17, 5), (9, 3, 64, 64), (34, 2, 24, 40)]  # query heads, KV heads, key and value size
 
 
@@ -84,6 +85,13 @@ def test_quantized_blocks_are_read_as_what_they_hold(make_cached, starts_of, kin
     )
     compare(cached, DECODES, starts_of, 4)
     compare(cached, DECODES, starts_of, 4, dtype=torch.bfloat16, tolerance=1.5e-2)
+    query, places = torch.randn(6, 4, size).double(), (cached.tables, starts_of(DECODES), cached.lengths)
+    scales = (cached.quantized.key_scales, cached.quantized.value_scales, kind, group_size)
+    from_codes = reference.paged_attention(
+        query, cached.keys, cached.values, *places, scale=0.2, **dict(zip(SCALES, scales, strict=True))
+    )
+    exact = reference.paged_attention(query, cached.exact_keys, cached.exact_values, *places, scale=0.2)
+    torch.testing.assert_close(from_codes, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_null_blocks_are_not_seen(make_cached, starts_of):

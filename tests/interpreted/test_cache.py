@@ -40,15 +40,13 @@ def test_quantizing_writes_the_specifications_codes_and_scales_to_the_bit(kind, 
     got = caches(kv_heads, size, value_size, block_size, stored, 99)
     groups = [-(-n // (group_size or n)) for n in (size, value_size)]
     scales = [torch.full((8, block_size, kv_heads, n), -7.0) for n in groups]
+    expected, expected_scales = [x.clone() for x in got], [x.clone() for x in scales]
     write_kv(key, value, *got, SLOTS, QuantizedViews(kind, *scales, group_size))
-    for x, cache, scale in zip((key, value), got, scales, strict=True):
-        codes, expected_scales = reference.quantize(x, kind, group_size)
-        expected, expected_held = torch.full_like(cache, 99), torch.full_like(scale, -7.0)
-        kept = SLOTS >= 0
-        place = (SLOTS[kept] // block_size, SLOTS[kept] % block_size)
-        expected[place], expected_held[place] = codes[kept].view(stored), expected_scales[kept]
-        assert torch.equal(scale, expected_held)
-        assert torch.equal(cache, expected)
+    reference.write_kv(key, value, *expected, SLOTS, *expected_scales, kind, group_size)
+    for x, y in zip(got + scales, expected + expected_scales, strict=True):
+        assert torch.equal(x, y)
+    assert (expected[0] == 99).any()
+    assert not (expected[0] == 99).all()
 
 
 def test_every_8_bit_float_is_reached_and_rounds_to_even():
@@ -80,14 +78,17 @@ def test_copies_of_a_step_read_before_they_write():
 
 
 def test_gathered_blocks_scatter_back_to_where_they_were():
-    data = torch.randint(0, 256, (9, 384), dtype=torch.uint8)
+    data = torch.randint(0, 256, (9, 20000), dtype=torch.uint8)
     rows = torch.tensor([7, 2, 4])
-    staging = torch.empty(3, 384, dtype=torch.uint8)
+    staging, other = torch.empty(3, 20000, dtype=torch.uint8), torch.zeros_like(data)
     move_blocks(data, staging, sources=rows)
     assert torch.equal(staging, data[rows])
-    other = torch.zeros_like(data)
-    move_blocks(staging, other, destinations=rows)
-    assert torch.equal(other[rows], data[rows])
-    assert not other[[0, 1, 3, 5, 6, 8]].any()
-    move_blocks(staging, other[:3])
-    assert torch.equal(other[:3], staging)
+    expected = other.clone()
+    for source, places in (
+        (staging, {"destinations": rows}),
+        (staging, {}),
+        (data, {"sources": rows, "destinations": torch.tensor([8, 0, 3])}),
+    ):
+        move_blocks(source, other, **places)
+        reference.move_blocks(source, expected, **places)
+        assert torch.equal(other, expected)
