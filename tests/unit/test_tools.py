@@ -17,6 +17,7 @@ import pytest
 
 from pagefleet.runtime.job.readers import RawRow
 from pagefleet.runtime.job.rows import Form, RowParser, model_names
+from pagefleet.runtime.metrics import PHASES
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "tools"
@@ -417,3 +418,14 @@ def test_results_of_both_forms_and_errors_are_shown(tmp_path, capsys, monkeypatc
         assert part in shown
     monkeypatch.setattr(sys, "argv", ["show_results", str(tmp_path / "missing.jsonl")])
     assert show.main() == 1
+
+
+def test_what_a_step_costs_is_told_by_phase(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    load_tool("bench_step").main(["--layers", "2", "--sequences", "1,3", "--steps", "4", "--json", str(report)])
+    told = json.loads(report.read_text())
+    assert list(told) == ["1", "3"]
+    for phases in told.values():
+        assert set(phases) == {"step", *PHASES}
+        assert all(milliseconds > 0 for milliseconds in phases.values())
+    assert "3 sequences: step " in capsys.readouterr().out
