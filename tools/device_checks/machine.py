@@ -141,6 +141,10 @@ class Machine:
         try:
             yield
         finally:
-            gc.collect()
-            if not self.dry:
-                torch.cuda.empty_cache()
+            self.free_memory()
+
+    def free_memory(self) -> None:
+        """Give back to the card what torch only keeps for reuse: what is free there decides the size of pools."""
+        gc.collect()
+        if not self.dry:
+            torch.cuda.empty_cache()

@@ -76,13 +76,12 @@ class Opened:
 def open_random(machine: Machine, name: str, **extra: Any) -> Opened:
     """A random model of a shape in bf16 (fp32 when dry), lowered and self-tested as a checkpoint would be."""
     module = random_module(machine, name, machine.pick(torch.bfloat16, torch.float32))
-    linears = [p for n, p in module.named_parameters() if p.dim() == 2 and "embed" not in n and "lm_head" not in n]
-    head = module.get_output_embeddings().weight
-    products = sum(p.numel() for p in linears)
-    weight_bytes = (products + head.numel()) * head.element_size()
-    heads = module.config.num_attention_heads
+    sizes = {name: p.numel() for name, p in module.named_parameters() if p.dim() == 2}
+    products = sum(count for name, count in sizes.items() if "embed" not in name and "lm_head" not in name)
+    config, bytes_each = module.config, module.dtype.itemsize
+    weight_bytes = (products + config.vocab_size * config.hidden_size) * bytes_each
     backend = machine.backend(**extra)
-    return Opened(open_module(module, backend), backend, weight_bytes, products, heads)
+    return Opened(open_module(module, backend), backend, weight_bytes, products, config.num_attention_heads)
 
 
 # -- checkpoints, for whole engines ----------------------------------------------------------------------------------

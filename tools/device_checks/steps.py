@@ -41,6 +41,7 @@ class Steps:
     @classmethod
     def make(cls, machine: Machine, opened: Opened, kv_dtype: str = "bf16", most_bytes: float = 96 * GIB) -> Steps:
         """Pools of at most `most_bytes`, and of 85% of what is free, for one KV dtype."""
+        machine.free_memory()
         kv_dtype = machine.pick(kv_dtype, "fp32" if kv_dtype == "bf16" else kv_dtype)
         groups = opened.groups(machine.pick(BLOCK, 4), kv_dtype)
         block_bytes = sum(opened.backend.block_bytes(group) for group in groups)
