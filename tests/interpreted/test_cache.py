@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,21 @@ def test_quantizing_writes_the_specifications_codes_and_scales_to_the_bit(kind, 
         assert torch.equal(x, y)
     assert (expected[0] == 99).any()
     assert not (expected[0] == 99).all()
+
+
+def test_slots_beyond_two_gib_are_written_where_they_are():
+    """The pool is memory that was asked for and, but for its last block, never touched."""
+    block_size, heads, size = 16, 2, 64
+    blocks = (1 << 31) // (block_size * heads * size) + 3
+    cache = torch.from_numpy(np.zeros((blocks, block_size, heads, size), dtype=np.int8))
+    scales = torch.from_numpy(np.zeros((blocks, block_size, heads, 1), dtype=np.float32))
+    key, last = torch.randn(1, heads, size), blocks - 1
+    assert last * cache.stride(0) > 2**31
+    write_kv(key, key, cache, cache, torch.tensor([last * block_size + 3]), QuantizedViews("int8", scales, scales))
+    codes, expected_scales = reference.quantize(key, "int8")
+    assert torch.equal(cache[last, 3], codes[0])
+    assert torch.equal(scales[last, 3], expected_scales[0])
+    assert not cache[last, :3].any()
 
 
 def test_every_8_bit_float_is_reached_and_rounds_to_even():
