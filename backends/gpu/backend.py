@@ -128,10 +128,8 @@ class GpuBackend:
     def _write_torch(
         self, pool: BlockPool, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        if pool.group.dtype.startswith("fp8"):
-            raise BackendError(f"cache.dtype={pool.group.dtype} needs the Triton kernels; choose int8 or bf16")
         scales = (pool.key_scales.get(layer), pool.value_scales.get(layer))
-        reference.write_kv(key, value, pool.keys[layer], pool.values[layer], slots, *scales)
+        reference.write_kv(key, value, pool.keys[layer], pool.values[layer], slots, *scales, kind=pool.group.dtype)
 
     def attention(
         self, plan: GpuPlan, group: int, layer: int, query: torch.Tensor, args: AttentionArgs
@@ -173,8 +171,6 @@ class GpuBackend:
         self, plan: GpuPlan, group: int, layer: int, query: torch.Tensor, args: AttentionArgs
     ) -> torch.Tensor:
         pool, batch = plan.pools[group], plan.batch
-        if pool.group.dtype.startswith("fp8"):
-            raise BackendError(f"cache.dtype={pool.group.dtype} needs the Triton kernels; choose int8 or bf16")
         return reference.paged_attention(
             query,
             pool.keys[layer],
@@ -188,6 +184,7 @@ class GpuBackend:
             sinks=args.sinks,
             key_scales=pool.key_scales.get(layer),
             value_scales=pool.value_scales.get(layer),
+            kind=pool.group.dtype,
         )
 
     def synchronize(self) -> None:

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from pagefleet.backends.base import AttentionArgs, AttentionBatch, BackendOptions, GroupTables, KVGroup, LayerKV
+from pagefleet.backends.gpu.backend import GpuBackend
+from pagefleet.backends.gpu.device import GpuDevice
 from pagefleet.kernels import reference
 from pagefleet.kernels.triton.attention import paged_attention
 from pagefleet.kernels.triton.formats import QuantizedViews
@@ -92,6 +95,26 @@ def test_quantized_blocks_are_read_as_what_they_hold(make_cached, starts_of, kin
     )
     exact = reference.paged_attention(query, cached.exact_keys, cached.exact_values, *places, scale=0.2)
     torch.testing.assert_close(from_codes, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8", "fp8_e4m3", "fp8_e5m2"])
+def test_plain_torch_reads_and_writes_what_the_kernels_do(starts_of, kv):
+    """What a backend falls back to where a kernel does not compile."""
+    gpu = GpuDevice("cuda", torch.device("cpu"), "none", target_of("interpreter"), 1)
+    kernels, plain = (GpuBackend(BackendOptions(extra={"attention": way}), gpu) for way in ("triton", "torch"))
+    group = KVGroup((LayerKV(0, 2, 16, 24),), None, kv, 4)
+    key, value, query = torch.randn(9, 2, 16), torch.randn(9, 2, 24), torch.randn(9, 4, 16)
+    tables = torch.tensor([[3, 1, 0], [2, 4, 0]], dtype=torch.int32)
+    slots = torch.cat([tables[0, torch.arange(4) // 4] * 4 + torch.arange(4), tables[1, torch.arange(5) // 4] * 4])
+    slots[5:8] += torch.arange(1, 4)
+    batch = AttentionBatch(starts_of([4, 5]), torch.tensor([4, 5]).int(), (GroupTables(slots.long(), tables),))
+    pools = [kernels.allocate_pool(group, 6) for _ in range(2)]
+    kernels.write_kv(kernels.plan(batch, (pools[0],)), 0, 0, key, value)
+    plain._write_torch(pools[1], 0, key, value, slots.long())
+    assert torch.equal(pools[0].data, pools[1].data)
+    args = AttentionArgs(0.25)
+    outputs = [b.attention(b.plan(batch, (pools[0],)), 0, 0, query, args) for b in (kernels, plain)]
+    torch.testing.assert_close(*outputs, rtol=2e-5, atol=2e-5)
 
 
 def test_null_blocks_are_not_seen(make_cached, starts_of):
